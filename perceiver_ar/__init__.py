@@ -1,0 +1,32 @@
+"""Perceiver AR: long-context autoregressive models of text, bytes, images, music and audio."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perceiver_ar.config import Experiment as Experiment
+    from perceiver_ar.config import ModelConfig as ModelConfig
+    from perceiver_ar.config import TrainConfig as TrainConfig
+    from perceiver_ar.model import PerceiverAR as PerceiverAR
+    from perceiver_ar.model import build as build
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Experiment": "config",
+    "ModelConfig": "config",
+    "TrainConfig": "config",
+    "PerceiverAR": "model",
+    "build": "model",
+    "presets": None,
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: torch alone takes over a second, and `--help` needs none of it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'perceiver_ar' has no attribute '{name}'")
+    if _HOME[name] is None:
+        return importlib.import_module(f"perceiver_ar.{name}")
+    return getattr(importlib.import_module(f"perceiver_ar.{_HOME[name]}"), name)

@@ -1,0 +1,266 @@
+"""Right-aligned causal attention, rotary positions, and the choice of kernel.
+
+The last query stands at the last key, so query n of N sees keys 0 ... M - N + n of M, its own
+included. Which keys a query may see is never written out as an N x M table of floats.
+
+Letters: B batch, M keys, N queries, H heads, K head width, W keys that can be hidden.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of each position's angles, (B or 1, 1, T, pairs)."""
+
+
+def rotation(positions: Tensor, head_width: int, fraction: float, max_wavelength: float) -> Rotation:
+    """The angles that turn a leading fraction of each head's channels, in interleaved pairs.
+
+    Wavelengths (over 2 pi) are log-spaced from 1 to the longest, both ends included, as in the
+    authors' code.
+    """
+    pairs = int(head_width * fraction) // 2
+    turns = angles(positions, max_wavelength, pairs).unsqueeze(1)  # (B, 1, T, pairs)
+    return turns.cos(), turns.sin()
+
+
+def angles(positions: Tensor, max_wavelength: float, count: int) -> Tensor:
+    """Position times each of the log-spaced frequencies from 1 down to 1 / max_wavelength."""
+    # Float32 is off by 0.06 radians at a million, so reduce in float64 (which MPS does not have).
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    exponents = torch.linspace(0, 1, count, dtype=dtype, device=positions.device)
+    turns = positions[..., None].to(dtype) * max_wavelength**-exponents
+    return turns.remainder(2 * math.pi).float()
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Turns the leading channels of (B, H, T, K); the rest pass through."""
+    cos, sin = by
+    turned = 2 * cos.shape[-1]
+    a, b = x[..., :turned].unflatten(-1, (-1, 2)).to(torch.promote_types(x.dtype, cos.dtype)).unbind(-1)
+    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    return torch.cat((pairs.to(x.dtype), x[..., turned:]), dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: bool = False) -> Tensor:
+    """Causal attention with the queries aligned to the last keys.
+
+    visible (B, W) says which of the last W keys, W >= N, may be seen at all; keys before those are
+    open to every query. With own, a query sees its own key even where that is hidden from others.
+    A query that sees nothing gives zero.
+    """
+    # (B, H, N, K) x (B, H, M, K): query n sees keys up to M - N + n.
+    assert k.shape == v.shape
+    assert q.shape[2] <= k.shape[2]
+    assert visible is None or q.shape[2] <= visible.shape[1] <= k.shape[2]
+    return _kernel(q, k, visible)(q, k, v, visible, own)
+
+
+def _kernel(q: Tensor, k: Tensor, visible: Tensor | None) -> Callable[..., Tensor]:
+    """The fastest kernel for this device and shape (figures: docs/log.md)."""
+    queries, keys = q.shape[2], k.shape[2]
+    if visible is None and (queries == 1 or queries == keys):
+        return _attend_square
+    if q.device.type == "cpu":
+        return _attend_in_two
+    if q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16):
+        if visible is None:
+            return _attend_flash
+        if queries >= _BLOCK and q.shape[-1] in (16, 32, 64, 128, 256):
+            return _attend_flex
+    return _attend_by_rows
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: bool = False) -> Tensor:
+    """What attend computes, written out plainly: the slow twin of every kernel below."""
+    open_ = _open(q, k, visible, own, 0, q.shape[2])
+    scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    weights = scores.masked_fill(~open_, -torch.inf).softmax(dim=-1)
+    return weights.nan_to_num(0.0) @ v  # rows of -inf alone: nothing seen
+
+
+def _open(
+    q: Tensor, k: Tensor, visible: Tensor | None, own: bool, start: int, stop: int, first_key: int = 0
+) -> Tensor:
+    """Which keys from first_key on the queries start ... stop - 1 may see: (B or 1, 1, rows, keys)."""
+    before = k.shape[2] - q.shape[2]
+    keys = torch.arange(first_key, before + stop, device=q.device)
+    standing = torch.arange(before + start, before + stop, device=q.device)[:, None]
+    seen = (keys <= standing)[None, None]
+    if visible is None:
+        return seen
+    always = k.shape[2] - visible.shape[1]
+    shown = F.pad(visible, (always, 0), value=True)[:, None, None, first_key : before + stop]
+    return seen & (shown | (keys == standing)) if own else seen & shown
+
+
+def _attend_square(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) -> Tensor:
+    """As many queries as keys, or one query that sees all: SDPA's own causal mask is right."""
+    causal = q.shape[2] > 1
+    if q.device.type != "cuda":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    with sdpa_kernel(_CUDA_ORDER, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+# cuDNN runs the square self-attends 1.5 times as fast as flash on Hopper.
+_CUDA_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def _attend_flash(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) -> Tensor:
+    """CUDA's flash attention, whose causal mask is right-aligned (unlike SDPA's is_causal)."""
+    width = q.shape[-1]
+    q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
+    out = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, is_causal=True, return_debug_mask=False, scale=1 / math.sqrt(width)
+    )[0]
+    return out[..., :width]
+
+
+_BLOCK = 128
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def _attend_flex(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: bool) -> Tensor:
+    """Compiled flex attention: hidden keys are skipped inside the kernel."""
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    out = flex(q, k, v, block_mask=_block_mask(q, k, visible, own))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool) -> BlockMask:
+    """The blocks that each block of queries reads: first those wholly open, then those to check."""
+    queries, keys = q.shape[2], k.shape[2]
+    before, always = keys - queries, keys - visible.shape[1]
+
+    def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        standing = i + before
+        shown = (j < always) | visible[b, (j - always).clamp(min=0)]
+        return (j <= standing) & (shown | (j == standing) if own else shown)
+
+    rows, columns = math.ceil(queries / _BLOCK), math.ceil(keys / _BLOCK)
+    ends = (torch.arange(rows, device=q.device) + 1).mul(_BLOCK).clamp(max=queries) + before
+    reached = (ends + _BLOCK - 1) // _BLOCK
+    full = always // _BLOCK
+    order = torch.arange(columns, device=q.device, dtype=torch.int32).expand(1, 1, rows, columns)
+    return BlockMask.from_kv_blocks(
+        kv_num_blocks=(reached - full).to(torch.int32)[None, None],
+        kv_indices=((order + full) % columns).contiguous(),
+        full_kv_num_blocks=torch.full((1, 1, rows), full, dtype=torch.int32, device=q.device),
+        full_kv_indices=order.contiguous(),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=may_see,
+        seq_lengths=(queries, keys),
+    )
+
+
+def _attend_by_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
+    """SDPA over a few queries at a time, on any device: only their rows of the mask exist at once."""
+    rows, before = 64, k.shape[2] - q.shape[2]
+    parts = []
+    for start in range(0, q.shape[2], rows):
+        stop = min(start + rows, q.shape[2])
+        open_ = _open(q, k, visible, own, start, stop)
+        # A row without a single open key would be NaN: open it, and zero its result.
+        some = open_.any(dim=-1, keepdim=True)
+        part = F.scaled_dot_product_attention(
+            q[:, :, start:stop], k[:, :, : before + stop], v[:, :, : before + stop], open_ | ~some
+        )
+        parts.append(part * some)
+    return torch.cat(parts, dim=2)
+
+
+def _attend_in_two(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
+    """On the CPU: the keys before the queries' own densely, the last N causally, then merged."""
+    return _InTwo.apply(q, k, v, visible, own)
+
+
+class _InTwo(torch.autograd.Function):
+    """Two calls of the CPU's flash attention, merged by their log-sum-exps.
+
+    The merged output and log-sum-exp, handed to each part's backward, give the exact gradients of
+    the whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
+        halves = _halves(q, k, visible, own)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        parts = [
+            flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask)
+            for keys, causal, mask in halves
+        ]
+        total = functools.reduce(torch.logaddexp, (lse for _, lse in parts))  # (B, H, N)
+        out = sum(out * (lse - total).exp().to(out.dtype)[..., None] for out, lse in parts)
+        assert isinstance(out, Tensor)
+        if visible is not None:
+            nothing = total < _HIDDEN / 2
+            out = out.masked_fill(nothing[..., None], 0.0)
+            total = total.masked_fill(nothing, torch.inf)  # weights exp(score - inf) = 0 in backward
+        ctx.own = own
+        ctx.save_for_backward(q, k, v, visible, out, total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, visible, out, total = ctx.saved_tensors
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = [
+            backward(grad, q, k[:, :, keys], v[:, :, keys], out, total, 0.0, causal, attn_mask=mask)
+            for keys, causal, mask in _halves(q, k, visible, ctx.own)
+        ]
+        dq, dk, dv = zip(*grads, strict=True)
+        return functools.reduce(torch.add, dq), torch.cat(dk, dim=2), torch.cat(dv, dim=2), None, None
+
+
+_HIDDEN = -1e9
+"""Added to the score of a hidden key; finite, so that a row of nothing else stays a number."""
+
+
+def _halves(
+    q: Tensor, k: Tensor, visible: Tensor | None, own: bool
+) -> list[tuple[slice, bool, Tensor | None]]:
+    """Keys, causality and mask of the dense part and of the causal part."""
+    before = k.shape[2] - q.shape[2]
+    halves: list[tuple[slice, bool, Tensor | None]] = []
+    if before:
+        mask = None
+        if visible is not None and visible.shape[1] > q.shape[2]:
+            shown = F.pad(visible[:, : -q.shape[2]], (k.shape[2] - visible.shape[1], 0), value=True)
+            mask = _as_bias(shown[:, None, None], q.dtype)  # (B, 1, 1, M - N)
+        halves.append((slice(0, before), False, mask))
+    if visible is None:
+        halves.append((slice(before, None), True, None))
+    else:
+        open_ = _open(q, k, visible, own, 0, q.shape[2], first_key=before)
+        halves.append((slice(before, None), False, _as_bias(open_, q.dtype)))  # (B, 1, N, N)
+    return halves
+
+
+def _as_bias(open_: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(open_.shape, dtype=dtype).masked_fill(~open_, _HIDDEN)

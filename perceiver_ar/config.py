@@ -1,0 +1,255 @@
+"""Every setting on one page: frozen dataclasses, checked when they are made.
+
+Letters: B batch, M inputs (context), N latents, C channels, E input width, H heads, K head width,
+L layers, V vocabulary, A position axes.
+"""
+
+import difflib
+import itertools
+import types
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+FORMAT_VERSION = 1
+"""Of config.json. Raise it when a field changes its meaning, and keep reading the version before."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Strict conversion to and from plain dicts, shared by all settings."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Makes the config, refusing unknown keys and values of the wrong type."""
+        hints = get_type_hints(cls)
+        known = [f.name for f in fields(cls)]
+        for key in data:
+            if key not in known:
+                raise ValueError(unknown(f"setting of {cls.__name__}", key, known))
+        return cls(**{key: _read(value, hints[key], key) for key, value in data.items()})
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The sentence for a misspelt name, with the nearest right one."""
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(known)}."
+    return f"'{name}' is not a {kind}; {hint}"
+
+
+def _read(value: Any, expected: Any, name: str) -> Any:
+    """Checks a JSON value against a type hint; lists become tuples and dicts become configs."""
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise ValueError(unknown(f"choice for {name}", value, map(str, arguments)))
+    if origin in (Union, types.UnionType):
+        inner = next(a for a in arguments if a is not type(None))
+        return None if value is None else _read(value, inner, name)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_read(item, arguments[0], name) for item in value)
+    if isinstance(value, dict) and isinstance(expected, type) and issubclass(expected, Config):
+        return expected.from_dict(value)
+    if expected is float and type(value) is int:
+        return float(value)
+    if type(value) is (origin or expected):
+        return value
+    wanted = getattr(expected, "__name__", str(expected))
+    raise ValueError(f"{name} must be of type {wanted}, but is {value!r}.")
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+Positions = Literal["rotary", "sinusoidal", "learned", "axial", "none"]
+Queries = Literal["linear", "inputs", "mlp", "learned", "learned-shared"]
+
+
+@dataclass(frozen=True)
+class ModelConfig(Config):
+    """The shape of a Perceiver AR. Defaults are the paper's common settings (appendix F.1)."""
+
+    vocab_size: int
+    """V: number of token ids, special ones included (bytes: 256 + 3)."""
+    context: int
+    """M: the most inputs that the cross-attend sees."""
+    latents: int
+    """N: latents in training; any number from 1 to the context can be chosen at call time."""
+    channels: int = 1024
+    """C: width of the latents."""
+    heads: int = 16
+    """Heads of each self-attend layer."""
+    layers: int = 12
+    """L: causal self-attend layers after the one cross-attend."""
+    input_channels: int | None = None
+    """E: width of the embedded inputs, and of the cross-attend's queries, keys and values. Default: C."""
+    cross_heads: int | None = None
+    """Heads of the cross-attend. Default: those of the self-attends."""
+
+    positions: Positions = "rotary"
+    """rotary: turns queries and keys; sinusoidal (fixed), learned or axial (one learned table an
+    axis): added to the inputs; none."""
+    rotary_fraction: float = 0.5
+    """Leading share of each head's channels that rotary positions turn."""
+    max_wavelength: float | None = None
+    """Longest wavelength of rotary (default: the context) or sinusoidal (default: 10,000) positions."""
+    axes: tuple[int, ...] = ()
+    """Rows of each table of axial positions, such as (66, 66, 5) for row, column and colour."""
+
+    queries: Queries = "linear"
+    """Where the latents start: linear: the last N inputs through one linear map; inputs: those
+    inputs as they are; mlp: the map, then three layers with GELU; learned: one vector a latent;
+    learned-shared: one vector for all."""
+    tied: bool = False
+    """Whether the output shares the token embedding's weights."""
+    cutoffs: tuple[int, ...] = ()
+    """Where the bands of adaptive input embeddings and of the adaptive softmax begin, for large
+    vocabularies sorted by frequency, such as (20_000, 40_000, 200_000). Empty: plain ones."""
+    cutoff_factor: int = 4
+    """Each band of adaptive embeddings is this many times narrower than the one before."""
+
+    residual_dropout: float = 0.0
+    """Dropout on the output of each attention and MLP."""
+    latent_dropout: float = 0.0
+    """Share of latents hidden from all later latents, in every self-attend of a pass."""
+    cross_dropout: float = 0.0
+    """Share of inputs hidden from all latents in the cross-attend; hidden ones are not computed."""
+    cross_dropout_scope: Literal["all", "latents"] = "all"
+    """Which inputs cross-attend dropout may hide: all, or the last N only."""
+    checkpoint_activations: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "context",
+            "latents",
+            "channels",
+            "heads",
+            "input_width",
+            "cross_head_count",
+        ):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1.")
+        _require(self.layers >= 0, "layers cannot be negative.")
+        _require(
+            self.latents <= self.context,
+            f"latents ({self.latents}) cannot exceed the context ({self.context}): lower latents.",
+        )
+        _require(
+            self.channels % self.heads == 0,
+            f"channels ({self.channels}) must be divisible by heads ({self.heads}).",
+        )
+        _require(
+            self.input_width % self.cross_head_count == 0,
+            f"input_channels ({self.input_width}) must be divisible by cross_heads "
+            f"({self.cross_head_count}).",
+        )
+        for name in ("residual_dropout", "latent_dropout", "cross_dropout"):
+            _require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and below 1.")
+        self._check_positions()
+        self._check_embedding()
+
+    def _check_positions(self) -> None:
+        if self.positions == "rotary":
+            _require(
+                0 < self.rotary_fraction <= 1,
+                f"rotary_fraction must be above 0 and at most 1, but is {self.rotary_fraction}.",
+            )
+            narrowest = min(self.channels // self.heads, self.input_width // self.cross_head_count)
+            _require(
+                int(narrowest * self.rotary_fraction) >= 2,
+                f"rotary_fraction {self.rotary_fraction} of a head width of {narrowest} leaves no pair "
+                "of channels to turn: use fewer heads or a larger fraction.",
+            )
+        if self.positions == "sinusoidal":
+            _require(
+                self.input_width % 2 == 0 and self.input_width >= 4,
+                f"sinusoidal positions need an even input width of 4 or more, but it is {self.input_width}.",
+            )
+        _require(
+            self.max_wavelength is None or self.max_wavelength >= 1, "max_wavelength must be at least 1."
+        )
+        _require(
+            (self.positions == "axial") == bool(self.axes),
+            "axial positions and axes go together: give the rows of each table, such as axes=(66, 66, 5), "
+            "with positions='axial', and no axes otherwise.",
+        )
+        _require(all(rows >= 1 for rows in self.axes), "each of the axes needs at least 1 row.")
+
+    def _check_embedding(self) -> None:
+        for option, wanted in (("tied", self.tied), ("queries='inputs'", self.queries == "inputs")):
+            _require(
+                not wanted or self.input_width == self.channels,
+                f"{option} needs input_channels ({self.input_width}) equal to channels ({self.channels}).",
+            )
+        bounds = (0, *self.cutoffs, self.vocab_size)
+        _require(
+            all(low < high for low, high in itertools.pairwise(bounds)),
+            f"cutoffs {self.cutoffs} must grow, above 0 and below vocab_size ({self.vocab_size}).",
+        )
+        _require(self.cutoff_factor >= 1, "cutoff_factor must be at least 1.")
+        narrowest = min(self.channels, self.input_width) // self.cutoff_factor ** len(self.cutoffs)
+        _require(
+            narrowest >= 1, "the last band of adaptive embeddings would have no channels: use fewer cutoffs."
+        )
+        _require(not (self.tied and self.cutoffs), "adaptive embeddings (cutoffs) cannot be tied.")
+
+    @property
+    def input_width(self) -> int:
+        """E, with its default filled in."""
+        return self.channels if self.input_channels is None else self.input_channels
+
+    @property
+    def cross_head_count(self) -> int:
+        """Heads of the cross-attend, with the default filled in."""
+        return self.heads if self.cross_heads is None else self.cross_heads
+
+
+@dataclass(frozen=True)
+class TrainConfig(Config):
+    """How a model is trained. Defaults are the paper's common settings (appendix F.1)."""
+
+    steps: int = 100_000
+    """Optimizer steps."""
+    batch_size: int = 128
+    """Sequences a step."""
+    learning_rate: float = 3e-4
+    """Adam's peak learning rate."""
+    warmup_steps: int = 10_000
+    """Steps of linear warm-up."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """What follows the warm-up."""
+    cosine_steps: int | None = None
+    """With the cosine schedule: only the last so many steps decay to 0. Default: all after warm-up."""
+    betas: tuple[float, ...] = (0.9, 0.999)
+    """Adam's. The paper prints b1 = 0.1; the authors' code has 0.9."""
+    epsilon: float = 1e-8
+    """Adam's."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient."""
+    z_loss: float = 1e-4
+    """Weight of log(z)^2, which keeps the softmax's normalizer near 1."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints."""
+    seed: int = 0
+    """Of initial weights, data order and dropout."""
+
+
+@dataclass(frozen=True)
+class Experiment(Config):
+    """A task, a model and how to train it: what a preset returns."""
+
+    name: str
+    task: str
+    """What the tokens mean: copy, text, image, music or audio."""
+    model: ModelConfig
+    train: TrainConfig
+    options: dict[str, Any] = field(default_factory=dict)
+    """The task's own settings, such as an image's order."""

@@ -1,0 +1,28 @@
+"""Which device to run on, and in which precision."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The device of that name, such as cpu, mps or cuda:1; auto takes the fastest there is."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"device '{name}' cannot be used here: {reason}") from None
+    return device
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """bf16 where the device computes in it; float32 on older GPUs, on MPS and on the CPU.
+
+    Not float16: its range is too small for training without scaling the loss.
+    """
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.autocast("cuda", torch.bfloat16)
+    return nullcontext()

@@ -1,0 +1,159 @@
+"""The authors' parameters (JAX, Haiku) as a PerceiverAR that gives the same logits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from perceiver_ar.config import ModelConfig, Queries
+from perceiver_ar.model import Block, PerceiverAR
+
+DEFAULTS: dict[str, Any] = {
+    "input_embed_dim": 1024,
+    "position_encoding_type": "absolute",
+    "position_encoding": "sinusoidal",
+    "learnable_position_embeddings": False,
+    "initial_query_embed_style": "none",
+    "share_learned_initial_query": False,
+    "fraction_to_rotate": 0.25,
+    "max_wavelength": 8192,
+    "dropout_prob": 0.0,
+    "latent_dropout_prob": 0.0,
+    "encoder_dropout_prob": 0.0,
+}
+
+FIXED: dict[str, tuple[Any, ...]] = {
+    "cross_attend_widening_factor": (4,),
+    "transformer_widening_factor": (4,),
+    "activation_name": ("sq_relu",),
+    "use_positions_from_data": (True,),
+    "use_negative_rotary_positions": (False,),
+    "fraction_heads_to_rotate": (1.0,),
+    "cross_attention_shape_for_attn": ("kv",),
+    "encoder_use_query_residual": (True,),
+    "include_initial_cross_attention": (True,),
+    "additional_cross_attend_after_layers": (None, [], ()),
+    "initial_query_offsetting": (False,),
+    "num_latents_per_position": (1,),
+    "mask_style": ("final_block",),
+}
+"""Arguments of their constructor that this model has only in these settings."""
+
+
+def from_params(params: Mapping[str, ArrayLike], kwargs: Mapping[str, Any]) -> PerceiverAR:
+    """Makes a PerceiverAR, in evaluation mode, from a dict of "module path/name" to arrays.
+
+    kwargs are those of the authors' constructor. Their positions start at 1: pass them as they are.
+    """
+    model = PerceiverAR(_config(kwargs))
+    left = {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in params.items()}
+    try:
+        weights = _weights(model, left)
+    except KeyError as error:
+        raise ValueError(f"the parameters lack {error}, which these arguments call for.") from None
+    if left:
+        raise ValueError(f"these arguments have no place for the parameters {', '.join(sorted(left))}.")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"the parameters do not fit these arguments: {error}") from None
+    return model.eval()
+
+
+def _config(kwargs: Mapping[str, Any]) -> ModelConfig:
+    for name, possible in FIXED.items():
+        if name in kwargs and kwargs[name] not in possible:
+            raise ValueError(f"{name}={kwargs[name]!r} is not supported: only {possible[0]!r} is.")
+    k = DEFAULTS | dict(kwargs)
+    rotary = k["position_encoding_type"] == "rotary"
+    tables = not rotary and (k["position_encoding"] != "sinusoidal" or k["learnable_position_embeddings"])
+    if not rotary and not tables and len(k["input_idx_size"]) > 1:
+        raise ValueError("sinusoidal positions on several axes are not supported.")
+    return ModelConfig(
+        vocab_size=k["num_classes"],
+        context=k["max_context_length"],
+        latents=k["z_index_dim"],
+        channels=k["num_z_channels"],
+        heads=k["num_transformer_heads"],
+        layers=k["num_transformers_per_block"],
+        input_channels=k["input_embed_dim"],
+        cross_heads=k["num_cross_attend_heads"],
+        positions="rotary" if rotary else "axial" if tables else "sinusoidal",
+        rotary_fraction=k["fraction_to_rotate"],
+        max_wavelength=float(k["max_wavelength"]) if rotary else None,
+        axes=tuple(k["input_idx_size"]) if tables else (),
+        queries=_queries(k),
+        residual_dropout=k["dropout_prob"],
+        latent_dropout=k["latent_dropout_prob"],
+        cross_dropout=k["encoder_dropout_prob"],
+    )
+
+
+def _queries(k: Mapping[str, Any]) -> Queries:
+    style = k["initial_query_embed_style"]
+    if style == "none":
+        return "linear"
+    if style == "learned":
+        return "learned-shared" if k["share_learned_initial_query"] else "learned"
+    layers, activation = (
+        k.get("initial_query_embed_num_layers", 2),
+        k.get("initial_query_embed_activation_name"),
+    )
+    if style != "mlp" or layers != 3 or activation != "gelu":
+        raise ValueError(f"query style {style!r} with {layers} layers of {activation!r} is not supported.")
+    return "mlp"
+
+
+def _weights(model: PerceiverAR, left: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict, taken out of theirs; raises KeyError for what is not there."""
+    top = "perceiver_ar/~"
+    weights: dict[str, Tensor] = {"embedding.tokens.weight": left.pop(f"{top}/embed/embeddings")}
+    for axis in range(len(model.config.axes)):
+        weights[f"embedding.positions.tables.{axis}.weight"] = left.pop(f"{top}/embed_{axis + 1}/embeddings")
+    if model.config.positions == "sinusoidal":
+        left.pop(f"{top}/embed_1/embeddings", None)  # the table of the formula
+
+    style = model.config.queries
+    if style in ("learned", "learned-shared"):
+        weights["queries.learned.weight"] = left.pop("perceiver_ar/q_embed_learned")
+    if style == "mlp":  # their numbers begin with the MLP, though the plain map is applied first
+        for layer, name in enumerate(("linear", "linear_1", "linear_2")):
+            weights |= _linear(left, f"{top}/{name}", f"queries.mlp.{layer}")
+    if style in ("linear", "mlp"):
+        weights |= _linear(left, f"{top}/{'linear_3' if style == 'mlp' else 'linear'}", "queries.linear")
+
+    weights |= _block(left, f"{top}/cross_attention", "cross_attend", model.cross_attend)
+    for layer, block in enumerate(model.self_attends):
+        theirs = f"{top}/{_numbered('self_attention', layer)}"
+        weights |= _block(left, theirs, f"self_attends.{layer}", block)
+    weights |= _norm(left, "perceiver_ar/layer_norm", "norm")
+    return weights | _linear(left, f"{top}/logits", "output")
+
+
+def _block(left: dict[str, Tensor], theirs: str, ours: str, block: torch.nn.Module) -> dict[str, Tensor]:
+    assert isinstance(block, Block)
+    norms = ("norm", "mlp_norm") if block.input_norm is None else ("norm", "input_norm", "mlp_norm")
+    maps = ("attention", ("query", "key", "value", "out")), ("dense", ("mlp.widen", "mlp.narrow"))
+    weights: dict[str, Tensor] = {}
+    for number, name in enumerate(norms):
+        weights |= _norm(left, f"{theirs}/{_numbered('layer_norm', number)}", f"{ours}.{name}")
+    for module, names in maps:
+        for number, name in enumerate(names):
+            weights |= _linear(left, f"{theirs}/{module}/{_numbered('linear', number)}", f"{ours}.{name}")
+    return weights
+
+
+def _numbered(name: str, number: int) -> str:
+    """Haiku's way: linear, linear_1, linear_2, ..."""
+    return f"{name}_{number}" if number else name
+
+
+def _linear(left: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+    return {f"{ours}.weight": left.pop(f"{theirs}/w").T.contiguous(), f"{ours}.bias": left.pop(f"{theirs}/b")}
+
+
+def _norm(left: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+    return {f"{ours}.weight": left.pop(f"{theirs}/scale"), f"{ours}.bias": left.pop(f"{theirs}/offset")}

@@ -1,0 +1,87 @@
+"""Model folders: config.json and model.safetensors, on disk or on the Hugging Face hub."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from perceiver_ar.config import FORMAT_VERSION, Config
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class Pretrained(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="perceiver-ar",
+    paper_url="https://arxiv.org/abs/2202.07765",
+    tags=["perceiver-ar"],
+):
+    """A module made from one config, with save_pretrained, from_pretrained and push_to_hub."""
+
+    config_class: ClassVar[type[Config]]
+    model_type: ClassVar[str]
+    config: Any
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(weights, save_directory / WEIGHTS, metadata={"format": "pt"})
+        head = {"model_type": self.model_type, "format_version": FORMAT_VERSION}
+        (save_directory / CONFIG).write_text(json.dumps(head | self.config.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *, map_location: str = "cpu", **hub: Any
+    ) -> Self:
+        """Loads a folder, or a repository on the hub, in evaluation mode.
+
+        hub: what huggingface_hub's snapshot_download takes, such as revision, token or cache_dir.
+        """
+        folder = _find(pretrained_model_name_or_path, hub)
+        with torch.device("meta"):
+            model = cls(cls.read_config(folder))
+        try:
+            model.load_state_dict(load_file(folder / WEIGHTS, device=str(map_location)), assign=True)
+        except FileNotFoundError:
+            raise ValueError(f"{folder} holds no {WEIGHTS}.") from None
+        except SafetensorError as error:
+            raise ValueError(f"{folder / WEIGHTS} is damaged or not a safetensors file: {error}") from None
+        except RuntimeError as error:  # its text names the tensors that are missing, extra or misshapen
+            raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from None
+        return model.eval()
+
+    @classmethod
+    def read_config(cls, folder: Path) -> Config:
+        """The config of a model folder, checked."""
+        try:
+            data = json.loads((folder / CONFIG).read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{folder} holds no {CONFIG}: is it a model folder?") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
+        kind, version = data.pop("model_type", None), data.pop("format_version", None)
+        if kind != cls.model_type:
+            raise ValueError(f"{folder} holds a model of type {kind!r}, not {cls.model_type!r}.")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{folder / CONFIG} has format version {version}, but this perceiver-ar reads version "
+                f"{FORMAT_VERSION}: install the one that wrote it."
+            )
+        return cls.config_class.from_dict(data)
+
+
+def _find(name: str | Path, hub: dict[str, Any]) -> Path:
+    """The folder of that name, or the local copy of a repository on the hub."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=[CONFIG, WEIGHTS], **hub))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"'{name}' is neither a folder nor a model that the hub gives: {reason}") from None
