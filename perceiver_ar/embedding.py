@@ -3,6 +3,7 @@
 Letters: B batch, M inputs, N latents, C channels, E input width, V vocabulary, A position axes.
 """
 
+import functools
 import itertools
 
 import torch
@@ -59,7 +60,9 @@ class LearnedPositions(nn.Module):
         self.tables = nn.ModuleList(Embedding(count, width) for count in rows)
 
     def forward(self, positions: Tensor) -> Tensor:
-        return torch.stack([table(positions[..., axis]) for axis, table in enumerate(self.tables)]).sum(0)
+        return functools.reduce(
+            torch.add, (table(positions[..., axis]) for axis, table in enumerate(self.tables))
+        )
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -78,7 +81,8 @@ class AdaptiveEmbedding(nn.Module):
         out = None
         bands = zip(itertools.pairwise(self.bounds), self.tables, self.projections, strict=True)
         for (low, high), table, projection in bands:
-            local = tokens.clamp(low, high - 1) - low
+            # Ids outside the vocabulary stay outside, and raise.
+            local = tokens.clamp(low or None, high - 1 if high < self.bounds[-1] else None) - low
             band = projection(table(local))
             out = band if out is None else torch.where((tokens >= low)[..., None], band, out)
         assert out is not None

@@ -1,0 +1,141 @@
+"""Every kernel computes what the reference does; rotary positions turn as the formula says."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perceiver_ar import attention
+from perceiver_ar.attention import attend, reference, rotate, rotation
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SHAPES = [(2, 3, 5, 9, 8), (2, 2, 9, 9, 8), (3, 1, 1, 7, 4), (2, 2, 70, 200, 16), (1, 2, 3, 130, 8)]
+"""B, H, N, M, K."""
+
+
+def draw(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, n, m, k = shape
+    # As the model makes them: (B, T, H, K) in memory.
+    q, k_, v = (
+        torch.randn(b, t, h, k, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
+        for t in (n, m, m)
+    )
+    return q, k_, v
+
+
+def masks(shape: tuple[int, int, int, int, int], device: str = "cpu") -> list[tuple[Tensor | None, bool]]:
+    """No mask; a mask of the last N, or of all keys; each with and without a query's own key."""
+    b, _, n, m, _ = shape
+    found: list[tuple[Tensor | None, bool]] = [(None, False)]
+    for width in {n, m, (n + m) // 2}:
+        visible = torch.rand(b, width, device=device) > 0.5
+        visible[0, :-1] = False  # the first example's early queries see nothing at all
+        found += [(visible, False), (visible, True)]
+    return found
+
+
+def differences(
+    kernel: Callable[..., Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    visible: Tensor | None,
+    own: bool,
+) -> list[float]:
+    """Largest differences in the output and in each gradient from the reference in float64."""
+    exact = tuple(x.detach().double().requires_grad_() for x in inputs)
+    wanted = reference(*exact, visible, own)
+    got = kernel(*inputs, visible, own)
+    upstream = torch.randn_like(wanted)
+    wanted_grads = torch.autograd.grad(wanted, exact, upstream)
+    got_grads = torch.autograd.grad(got, inputs, upstream.to(got.dtype))
+    pairs = zip((got, *got_grads), (wanted, *wanted_grads), strict=True)
+    return [(a.double() - b).abs().max().item() for a, b in pairs]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernel", [attend, attention._attend_in_two, attention._attend_by_rows])
+def test_kernels_equal_the_reference_with_gradients(
+    kernel: Callable[..., Tensor], shape: tuple[int, int, int, int, int]
+) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.06)):
+        for visible, own in masks(shape):
+            errors = differences(kernel, draw(shape, dtype), visible, own)
+            assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
+
+
+@cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 256, 1000, 64), (2, 4, 300, 300, 64), (2, 4, 1, 77, 64), (2, 2, 128, 4096, 24)]
+)
+def test_cuda_kernels_equal_the_reference_with_gradients(shape: tuple[int, int, int, int, int]) -> None:
+    for dtype, tolerance in ((torch.float32, 5e-3), (torch.bfloat16, 0.06)):
+        for visible, own in masks(shape, "cuda"):
+            errors = differences(attend, draw(shape, dtype, "cuda"), visible, own)
+            assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
+
+
+def test_the_reference_is_right_aligned_and_sees_its_own_key() -> None:
+    q, k = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 4, 1)
+    v = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(1, 1, 4, 1)
+    assert reference(q, k, v).flatten().tolist() == pytest.approx([7 / 3, 15 / 4])
+    visible = torch.tensor([[False, True, False, True]])
+    assert reference(q, k, v, visible).flatten().tolist() == pytest.approx([2.0, 5.0])
+    assert reference(q, k, v, visible, own=True).flatten().tolist() == pytest.approx([3.0, 5.0])
+    assert reference(q, k, v, torch.zeros(1, 4, dtype=torch.bool)).flatten().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kernel", [attend, attention._attend_by_rows])
+def test_no_tensor_as_large_as_queries_times_keys_is_made(kernel: Callable[..., Tensor]) -> None:
+    shape = (1, 1, 256, 4096, 4)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for x in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(x, Tensor):
+                    largest = max(largest, x.numel())
+            return result
+
+    for visible, own in masks(shape):
+        q, k, v = draw(shape)
+        with Watch():
+            kernel(q, k, v, visible, own).sum().backward()
+    assert 0 < largest < 256 * 4096 / 2
+
+
+def test_rotary_scores_depend_on_the_distance_alone() -> None:
+    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+
+    def score(at_q: int, at_k: int) -> float:
+        turns = (rotation(torch.tensor([[at]]), 8, 0.5, 48) for at in (at_q, at_k))
+        by_q, by_k = turns
+        return (rotate(q, by_q) * rotate(k, by_k)).sum().item()
+
+    assert score(7, 3) == pytest.approx(score(1007, 1003), abs=1e-5)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-3)
+
+
+def test_rotary_turns_interleaved_pairs_and_leaves_the_rest() -> None:
+    x, position, longest = torch.randn(1, 1, 1, 16), 5, 48
+    turned = rotate(x, rotation(torch.tensor([[position]]), 16, 0.5, longest)).flatten()
+    pairs = torch.view_as_complex(x.flatten()[:8].reshape(4, 2).contiguous())
+    frequencies = [longest ** -(pair / 3) for pair in range(4)]  # both ends included
+    for pair, frequency in enumerate(frequencies):
+        wanted = complex(pairs[pair].item()) * complex(
+            math.cos(position * frequency), math.sin(position * frequency)
+        )
+        assert complex(*turned[2 * pair : 2 * pair + 2].tolist()) == pytest.approx(wanted, abs=1e-6)
+    torch.testing.assert_close(turned[8:], x.flatten()[8:])
+
+
+def test_angles_stay_exact_at_a_hundred_million() -> None:
+    position = 10**8 + 1
+    cos, _ = rotation(torch.tensor([[position]]), 4, 1.0, 1e9)
+    assert cos.flatten()[0].item() == pytest.approx(math.cos(position), abs=1e-6)
