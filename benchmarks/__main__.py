@@ -5,7 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,13 +53,15 @@ def main(
     for name in sizes:
         if name not in SIZES:
             raise ValueError(unknown("size", name, SIZES))
-        print(json.dumps({"size": name, **time_training(SIZES[name], where, repeats, compile, cross_dropout)}))
+        print(
+            json.dumps({"size": name, **time_training(SIZES[name], where, repeats, compile, cross_dropout)})
+        )
 
 
 def time_training(
     size: Size, device: torch.device, repeats: int, compiled: bool, cross_dropout: float
 ) -> dict[str, Any]:
-    config = ModelConfig(**size.model.to_dict() | {"cross_dropout": cross_dropout})
+    config = replace(size.model, cross_dropout=cross_dropout)
     model = PerceiverAR(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(config.vocab_size, (size.batch, config.context), device=device)

@@ -80,7 +80,6 @@ def _kernel(q: Tensor, k: Tensor, visible: Tensor | None) -> Callable[..., Tenso
     return _attend_by_rows
 
 
-@functools.cache
 def _has_flash(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 

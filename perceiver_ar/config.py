@@ -6,9 +6,10 @@ L layers, V vocabulary, A position axes.
 
 import difflib
 import itertools
+import numbers
 import types
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 FORMAT_VERSION = 1
@@ -17,20 +18,26 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Config:
-    """Strict conversion to and from plain dicts, shared by all settings."""
+    """Settings whose types are checked, with strict conversion to and from plain dicts."""
+
+    def __post_init__(self) -> None:
+        for name, expected in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, _read(getattr(self, name), expected, name))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Makes the config, refusing unknown keys and values of the wrong type."""
-        hints = get_type_hints(cls)
-        known = [f.name for f in fields(cls)]
+        """Makes the config, refusing unknown keys, missing ones and values of the wrong type."""
+        known = {f.name: f for f in fields(cls)}
         for key in data:
             if key not in known:
                 raise ValueError(unknown(f"setting of {cls.__name__}", key, known))
-        return cls(**{key: _read(value, hints[key], key) for key, value in data.items()})
+        for key, f in known.items():
+            if key not in data and f.default is MISSING and f.default_factory is MISSING:
+                raise ValueError(f"{cls.__name__} needs the setting '{key}'.")
+        return cls(**data)
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -42,7 +49,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def _read(value: Any, expected: Any, name: str) -> Any:
-    """Checks a JSON value against a type hint; lists become tuples and dicts become configs."""
+    """A value as its type hint says: lists become tuples, dicts configs; others must fit."""
     origin, arguments = get_origin(expected), get_args(expected)
     if origin is Literal:
         if value in arguments:
@@ -55,10 +62,10 @@ def _read(value: Any, expected: Any, name: str) -> Any:
         return tuple(_read(item, arguments[0], name) for item in value)
     if isinstance(value, dict) and isinstance(expected, type) and issubclass(expected, Config):
         return expected.from_dict(value)
-    if expected is float and type(value) is int:
-        return float(value)
-    if type(value) is (origin or expected):
-        return value
+    kinds = {int: numbers.Integral, float: numbers.Real}
+    fits = isinstance(value, kinds.get(expected, origin or expected))
+    if fits and isinstance(value, bool) == (expected is bool):
+        return expected(value) if expected in kinds else value
     wanted = getattr(expected, "__name__", str(expected))
     raise ValueError(f"{name} must be of type {wanted}, but is {value!r}.")
 
@@ -127,6 +134,7 @@ class ModelConfig(Config):
     """Recompute each block in the backward pass instead of keeping its activations."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (
             "vocab_size",
             "context",

@@ -1,0 +1,39 @@
+"""The device is chosen, or refused with the reason."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from perceiver_ar.device import autocast, pick_device
+
+
+def test_auto_takes_the_fastest_device_there_is() -> None:
+    kinds = [torch.cuda.is_available(), torch.backends.mps.is_available(), True]
+    assert pick_device().type == ("cuda", "mps", "cpu")[kinds.index(True)]
+
+
+@pytest.mark.parametrize(("cuda", "mps", "kind"), [(True, True, "cuda"), (False, True, "mps")])
+def test_auto_prefers_cuda_then_mps(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, kind: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    assert pick_device().type == kind
+
+
+def test_a_named_device_is_taken_or_refused_in_one_sentence() -> None:
+    assert pick_device("cpu") == torch.device("cpu")
+    for name in ("gpu", "cuda:99", "xla"):
+        with pytest.raises(ValueError, match=f"device '{name}' cannot be used here: "):
+            pick_device(name)
+
+
+def test_bf16_is_used_only_where_the_hardware_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda kind, dtype: (kind, dtype))
+    for supported, wanted in ((False, None), (True, ("cuda", torch.bfloat16))):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=supported: has)
+        chosen = autocast(torch.device("cuda"))
+        assert isinstance(chosen, nullcontext) if wanted is None else chosen == wanted
+    assert isinstance(autocast(torch.device("cpu")), nullcontext)

@@ -1,0 +1,126 @@
+"""What is shipped: a wheel that imports anywhere, modules that need the core alone, a true README."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "perceiver_ar").rglob("*.py")
+)
+
+
+def requirement(line: str) -> str:
+    return re.split(r"[<>=!~\[; ]", line)[0].lower().replace("_", "-")
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+IMPORT_ALL = """
+import importlib, importlib.metadata, re, sys
+
+core = {core!r}
+queue, allowed = list(core), set()
+while queue:  # the core and all that it requires
+    name = queue.pop().lower().replace("_", "-")
+    if name in allowed:
+        continue
+    allowed.add(name)
+    try:
+        needs = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        continue
+    queue += [re.split(r"[<>=!~\\[; (]", need)[0] for need in needs if "extra ==" not in need]
+owners = importlib.metadata.packages_distributions()
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        names = [owner.lower().replace("_", "-") for owner in owners.get(name, [])]
+        if names and not allowed.intersection(names) and "perceiver-ar" not in names:
+            raise ImportError(f"{{name}} is not a core dependency")
+
+sys.meta_path.insert(0, Refuse())
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+
+
+def test_every_module_imports_with_the_core_dependencies_alone() -> None:
+    core = [requirement(line) for line in PROJECT["dependencies"]]
+    assert core == ["torch", "numpy", "safetensors", "huggingface-hub", "tyro", "rich"]
+    code = IMPORT_ALL.format(core=core, modules=MODULES)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    refused = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL.format(core=core, modules=["hypothesis"])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "hypothesis is not a core dependency" in refused.stderr
+
+
+def test_every_dependency_is_pinned() -> None:
+    wanted = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
+    assert {requirement(line) for line in wanted} <= set(pins())
+    assert pins()["torch"] == "2.13.0"
+    assert set(PROJECT["optional-dependencies"]) == {
+        "text", "image", "music", "audio", "hf", "playground", "dev",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_wheel_imports_from_a_clean_folder(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
+
+    # A fresh environment that has the wheel itself, and borrows only the core dependencies.
+    venv.create(tmp_path / "env", with_pip=False)
+    site = next((tmp_path / "env").rglob("site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    (site / "core.pth").write_text(str(Path(spec.origin).parents[1]) + "\n")
+    code = (
+        "import perceiver_ar, torch; assert 'env' in perceiver_ar.__file__, perceiver_ar.__file__;"
+        "model = perceiver_ar.build(perceiver_ar.ModelConfig(9, 8, 4, channels=16, heads=2, layers=1));"
+        "print(tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape))"
+    )
+    python = tmp_path / "env/bin/python"
+    result = subprocess.run(
+        [python, "-I", "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.stdout == "(1, 4, 9)\n"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example, *_ = blocks("python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 10
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_readme_opens_with_the_two_commands() -> None:
+    first, second, *_ = blocks("sh")[0].splitlines()
+    assert first.startswith("make quickstart ")
+    assert second.startswith("make test ")
