@@ -18,6 +18,7 @@ _HOME = {
     "TrainConfig": "config",
     "PerceiverAR": "model",
     "build": "model",
+    "interop": None,
     "presets": None,
 }
 __all__ = sorted(_HOME)

@@ -67,15 +67,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: 
 
 def _kernel(q: Tensor, k: Tensor, visible: Tensor | None) -> Callable[..., Tensor]:
     """The fastest kernel for this device and shape (figures: docs/log.md)."""
-    queries, keys = q.shape[2], k.shape[2]
+    queries, keys, width = q.shape[2], k.shape[2], q.shape[-1]
     if visible is None and (queries == 1 or queries == keys):
         return _attend_square
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and (visible is None or (4 * queries <= keys and q.dtype != torch.float16)):
         return _attend_in_two
     if q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16):
-        if visible is None:
+        if visible is None and width <= 256:
             return _attend_flash
-        if queries >= _BLOCK and q.shape[-1] in (16, 32, 64, 128, 256):
+        if visible is not None and queries >= _BLOCK and width in (16, 32, 64, 128, 256):
             return _attend_flex
     return _attend_by_rows
 
@@ -109,11 +109,12 @@ def _open(
 
 def _attend_square(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) -> Tensor:
     """As many queries as keys, or one query that sees all: SDPA's own causal mask is right."""
-    causal = q.shape[2] > 1
+    if q.shape[2] == 1:
+        return F.scaled_dot_product_attention(q, k, v)
     if q.device.type != "cuda":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     with sdpa_kernel(_CUDA_ORDER, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 # cuDNN runs the square self-attends 1.5 times as fast as flash on Hopper.
@@ -128,7 +129,8 @@ _CUDA_ORDER = [
 def _attend_flash(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) -> Tensor:
     """CUDA's flash attention, whose causal mask is right-aligned (unlike SDPA's is_causal)."""
     width = q.shape[-1]
-    q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
+    if width % 8:
+        q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
     out = torch.ops.aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, is_causal=True, return_debug_mask=False, scale=1 / math.sqrt(width)
     )[0]
@@ -179,7 +181,7 @@ def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool) -> BlockMask:
 
 def _attend_by_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
     """SDPA over a few queries at a time, on any device: only their rows of the mask exist at once."""
-    rows, before = 64, k.shape[2] - q.shape[2]
+    rows, before = min(256, math.ceil(q.shape[2] / 4)), k.shape[2] - q.shape[2]
     parts = []
     for start in range(0, q.shape[2], rows):
         stop = min(start + rows, q.shape[2])

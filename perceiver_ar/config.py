@@ -21,8 +21,9 @@ class Config:
     """Settings whose types are checked, with strict conversion to and from plain dicts."""
 
     def __post_init__(self) -> None:
-        for name, expected in get_type_hints(type(self)).items():
-            object.__setattr__(self, name, _read(getattr(self, name), expected, name))
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            object.__setattr__(self, f.name, _read(getattr(self, f.name), hints[f.name], f.name))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from perceiver_ar.attention import angles
 from perceiver_ar.config import ModelConfig
-from perceiver_ar.layers import Embedding, Linear, variance_scaling_
+from perceiver_ar.layers import Embedding, Linear, ZeroLinear
 
 SINUSOID_WAVELENGTH = 10_000.0
 
@@ -37,7 +37,7 @@ class InputEmbedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         # (B, M), (B or 1, M, A) -> (B, M, E)
         x = self.tokens(tokens)
-        return x if self.positions is None else x + self.positions(positions)
+        return x if self.positions is None else x + self.positions(positions).to(x.dtype)
 
 
 class SinusoidalPositions(nn.Module):
@@ -109,30 +109,50 @@ class Output(nn.Module):
         return F.linear(z, weight, self.bias)
 
     def nats(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Tensor:
-        logits = self(z, embedding).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        logits = _exact(self(z, embedding))
+        nats = logits.logsumexp(-1) - logits.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+        return nats.masked_fill(targets < 0, 0.0)
 
 
 class AdaptiveOutput(nn.Module):
-    """Adaptive softmax: rare tokens are scored in two steps, first their band, then themselves."""
+    """Adaptive softmax: a rare token is scored in two steps, first its band, then itself.
+
+    Bands after the first have narrower and narrower maps (Grave et al.).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(
-            config.channels, config.vocab_size, list(config.cutoffs), config.cutoff_factor
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Zeros in the last maps, as in Output: equally likely bands, then equally likely tokens."""
-        nn.init.zeros_(self.softmax.head.weight)
-        for band in self.softmax.tail:
-            variance_scaling_(band.get_parameter("0.weight"))
-            nn.init.zeros_(band.get_parameter("1.weight"))
+        self.cutoffs = config.cutoffs
+        bounds = (*config.cutoffs, config.vocab_size)
+        sizes = [high - low for low, high in itertools.pairwise(bounds)]
+        widths = [config.channels // config.cutoff_factor ** (band + 1) for band in range(len(sizes))]
+        self.head = ZeroLinear(config.channels, config.cutoffs[0] + len(sizes))
+        self.narrow = nn.ModuleList(Linear(config.channels, width, bias=False) for width in widths)
+        self.tails = nn.ModuleList(ZeroLinear(w, size) for w, size in zip(widths, sizes, strict=True))
 
     def forward(self, z: Tensor, embedding: nn.Module) -> Tensor:
         """Log-probabilities, which are logits too; of all V tokens, so not meant for training."""
-        return self.softmax.log_prob(z.flatten(0, 1)).unflatten(0, z.shape[:2])
+        head = _exact(self.head(z)).log_softmax(-1)
+        bands = [
+            head[..., self.cutoffs[0] + band, None] + self._within(z, band) for band in range(len(self.tails))
+        ]
+        return torch.cat((head[..., : self.cutoffs[0]], *bands), dim=-1)
 
     def nats(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Tensor:
-        return -self.softmax(z.flatten(0, 1), targets.flatten()).output.view_as(targets)
+        """Each band is computed only for the targets in it: its shape depends on the data."""
+        z, flat = z.flatten(0, 1), targets.flatten()
+        band = torch.bucketize(flat, torch.tensor(self.cutoffs, device=flat.device), right=True)
+        chosen = torch.where(band == 0, flat.clamp(min=0), self.cutoffs[0] + band - 1)
+        nats = -_exact(self.head(z)).log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)
+        for index, low in enumerate(self.cutoffs):
+            rows = (band == index + 1).nonzero().squeeze(-1)
+            inside = self._within(z[rows], index).gather(-1, (flat[rows] - low)[:, None]).squeeze(-1)
+            nats = nats.index_add(0, rows, -inside)
+        return nats.masked_fill(flat < 0, 0.0).view_as(targets)
+
+    def _within(self, z: Tensor, band: int) -> Tensor:
+        return _exact(self.tails[band](self.narrow[band](z))).log_softmax(-1)
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

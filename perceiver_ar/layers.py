@@ -14,18 +14,23 @@ def truncated_normal_(x: Tensor, std: float) -> None:
     nn.init.trunc_normal_(x, std=std, a=-2 * std, b=2 * std)
 
 
-def variance_scaling_(weight: Tensor) -> None:
-    """Fills an (out, in) matrix in place, with variance 1 / in."""
-    truncated_normal_(weight, std=1 / math.sqrt(weight.shape[1]) / _CLIPPED_STD)
-
-
 class Linear(nn.Linear):
     """Starts with variance 1 / fan_in and no bias."""
 
     def reset_parameters(self) -> None:
-        variance_scaling_(self.weight)
+        truncated_normal_(self.weight, std=1 / math.sqrt(self.in_features) / _CLIPPED_STD)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class ZeroLinear(nn.Linear):
+    """Starts at zero, for logits: every token is equally likely at first."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
 
 
 class Embedding(nn.Embedding):

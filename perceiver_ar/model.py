@@ -156,7 +156,10 @@ class PerceiverAR(Pretrained):
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Negative log-likelihood of the tokens that follow the last N inputs, (B, N), unreduced."""
+        """Negative log-likelihood of the tokens that follow the last N inputs, (B, N), unreduced.
+
+        Negative targets are not scored: their nats are 0.
+        """
         return self(tokens, positions=positions, lengths=lengths, targets=targets)
 
     def forward(
@@ -171,15 +174,15 @@ class PerceiverAR(Pretrained):
 
         tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
         padding itself means nothing. positions (B, M) or (B, M, A) default to 0, 1, ... from the
-        first real token. latents defaults to the config's, and to the number of targets.
+        first real token. latents defaults to the config's, and to the number of targets. Negative
+        targets are not scored: their nats are 0.
         """
         # One entry for logits and loss, since DDP and FSDP only see calls of forward.
-        count = self._count(tokens, latents if targets is None else targets.shape[1])
-        if targets is not None and targets.shape != (tokens.shape[0], count):
-            raise ValueError(
-                f"targets of shape {tuple(targets.shape)} do not fit tokens of shape {tuple(tokens.shape)}: "
-                "give the tokens that follow the last inputs, one for each latent."
-            )
+        if targets is not None:
+            _check_targets(tokens, targets, latents)
+            latents, targets = targets.shape[1], targets.long()
+        count = self._count(tokens, latents)
+        tokens, lengths = tokens.long(), _check_lengths(tokens, lengths)
         positions = self._positions(tokens, positions, lengths)
         z = self.norm(self._latents(tokens, positions, count, lengths))
         if targets is None:
@@ -188,6 +191,8 @@ class PerceiverAR(Pretrained):
 
     def _count(self, tokens: Tensor, latents: int | None) -> int:
         """The number of latents: as asked, but no more than there are inputs."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be whole numbers of shape (B, M), not {_describe(tokens)}.")
         config, inputs = self.config, tokens.shape[1]
         if not 1 <= inputs <= config.context:
             raise ValueError(f"{inputs} inputs given, but the model takes from 1 to {config.context}.")
@@ -200,7 +205,7 @@ class PerceiverAR(Pretrained):
         """Positions as (B or 1, M, A)."""
         axes = max(1, len(self.config.axes))
         if positions is None:
-            if axes > 1:
+            if self.config.axes:
                 raise ValueError(f"axial positions must be given: positions of shape (B, M, {axes}).")
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
             if lengths is not None:
@@ -253,6 +258,36 @@ class PerceiverAR(Pretrained):
         if self.training and self.config.checkpoint_activations:
             return checkpoint(block, *args, use_reentrant=False)
         return block(*args)
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+
+
+def _check_targets(tokens: Tensor, targets: Tensor, latents: int | None) -> None:
+    fits = targets.dim() == tokens.dim() == 2 and targets.shape[0] == tokens.shape[0]
+    if not fits or not 1 <= targets.shape[1] <= tokens.shape[1] or latents not in (None, targets.shape[1]):
+        raise ValueError(
+            f"targets, {_describe(targets)}, do not fit tokens, {_describe(tokens)}: give the tokens "
+            "that follow the last inputs, one for each latent."
+        )
+
+
+def _check_lengths(tokens: Tensor, lengths: Tensor | None) -> Tensor | None:
+    if lengths is None:
+        return None
+    if lengths.shape != tokens.shape[:1] or lengths.is_floating_point():
+        raise ValueError(
+            f"lengths must be whole numbers of shape ({tokens.shape[0]},), not {_describe(lengths)}."
+        )
+    # On a GPU, or in a graph, looking at the values would cost more than it tells.
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(x) for x in lengths.aminmax()) if len(lengths) else (0, 0)
+        if low < 0 or high > tokens.shape[1]:
+            raise ValueError(
+                f"lengths must be from 0 to the {tokens.shape[1]} inputs, but go from {low} to {high}."
+            )
+    return lengths
 
 
 def _real(tokens: Tensor, lengths: Tensor) -> Tensor:

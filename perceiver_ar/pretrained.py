@@ -65,6 +65,8 @@ class Pretrained(
             raise ValueError(f"{folder} holds no {CONFIG}: is it a model folder?") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"{folder / CONFIG} holds no settings.")
         kind, version = data.pop("model_type", None), data.pop("format_version", None)
         if kind != cls.model_type:
             raise ValueError(f"{folder} holds a model of type {kind!r}, not {cls.model_type!r}.")

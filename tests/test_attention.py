@@ -61,8 +61,15 @@ def differences(
 def test_kernels_equal_the_reference_with_gradients(
     kernel: Callable[..., Tensor], shape: tuple[int, int, int, int, int]
 ) -> None:
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.06)):
+    for dtype, tolerance in (
+        (torch.float64, 1e-12),
+        (torch.float32, 1e-5),
+        (torch.bfloat16, 0.06),
+        (torch.float16, 0.01),
+    ):
         for visible, own in masks(shape):
+            if kernel is attention._attend_in_two and dtype == torch.float16 and visible is not None:
+                continue  # its bias does not fit into float16: attend takes another kernel
             errors = differences(kernel, draw(shape, dtype), visible, own)
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
 
@@ -70,7 +77,14 @@ def test_kernels_equal_the_reference_with_gradients(
 @cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 256, 1000, 64), (2, 4, 300, 300, 64), (2, 4, 1, 77, 64), (2, 2, 128, 4096, 24)]
+    "shape",
+    [
+        (2, 4, 256, 1000, 64),
+        (2, 4, 300, 300, 64),
+        (2, 4, 1, 77, 64),
+        (2, 2, 128, 4096, 24),
+        (1, 1, 128, 512, 512),
+    ],
 )
 def test_cuda_kernels_equal_the_reference_with_gradients(shape: tuple[int, int, int, int, int]) -> None:
     for dtype, tolerance in ((torch.float32, 5e-3), (torch.bfloat16, 0.06)):
@@ -89,9 +103,10 @@ def test_the_reference_is_right_aligned_and_sees_its_own_key() -> None:
     assert reference(q, k, v, torch.zeros(1, 4, dtype=torch.bool)).flatten().tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("keys", [256, 512, 4096])
 @pytest.mark.parametrize("kernel", [attend, attention._attend_by_rows])
-def test_no_tensor_as_large_as_queries_times_keys_is_made(kernel: Callable[..., Tensor]) -> None:
-    shape = (1, 1, 256, 4096, 4)
+def test_no_tensor_as_large_as_queries_times_keys_is_made(kernel: Callable[..., Tensor], keys: int) -> None:
+    shape = (1, 1, 256, keys, 4)
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -107,7 +122,7 @@ def test_no_tensor_as_large_as_queries_times_keys_is_made(kernel: Callable[..., 
         q, k, v = draw(shape)
         with Watch():
             kernel(q, k, v, visible, own).sum().backward()
-    assert 0 < largest < 256 * 4096 / 2
+    assert 0 < largest < 256 * keys / 2
 
 
 def test_rotary_scores_depend_on_the_distance_alone() -> None:

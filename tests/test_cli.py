@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -56,6 +55,4 @@ def test_a_users_mistake_inside_a_command_is_one_sentence(
 def test_help_comes_without_importing_torch() -> None:
     code = "import sys, perceiver_ar.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    start = time.perf_counter()
     assert "presets" in run("--help").stdout
-    assert time.perf_counter() - start < 2  # 0.2 s on an idle machine

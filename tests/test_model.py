@@ -75,8 +75,8 @@ def variants(positions: Positions, queries: Queries) -> Iterator[tuple[dict[str,
 
 def check_causality(model: PerceiverAR, padded: bool) -> None:
     """By perturbation and by gradient: no latent's logits depend on a later input."""
-    tokens, positions = draw(model)
-    lengths = torch.tensor([M, M - 4]) if padded else None
+    tokens, positions = draw(model, batch=3)
+    lengths = torch.tensor([M, M - 4, N - 2]) if padded else None
     kept: list[Tensor] = []
 
     def logits(inputs: Tensor) -> Tensor:
@@ -191,8 +191,17 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         (lambda: model(tokens, latents=0), "latents must be from 1 to 12"),
         (lambda: model(tokens, latents=M + 1), "latents must be from 1 to 12"),
         (lambda: model(tokens, positions=torch.zeros(B, M - 1, dtype=torch.long)), "do not fit tokens"),
-        (lambda: model.nats(tokens[:, :3], tokens[:, :4]), "targets of shape"),
+        (lambda: model.nats(tokens[:, :3], tokens[:, :4]), r"targets, int64 of shape \(2, 4\), do not fit"),
+        (lambda: model.nats(tokens, tokens[0]), "do not fit tokens"),
+        (lambda: model(tokens, latents=2, targets=tokens[:, :3]), "do not fit tokens"),
         (lambda: make(positions="axial")(tokens), "axial positions must be given"),
+        (lambda: model(tokens[0]), r"tokens must be whole numbers of shape \(B, M\), not int64 of shape"),
+        (lambda: model(tokens.float()), "tokens must be whole numbers"),
+        (lambda: model(tokens, lengths=torch.tensor([3])), r"whole numbers of shape \(2,\)"),
+        (
+            lambda: model(tokens, lengths=torch.tensor([3, 99])),
+            "from 0 to the 12 inputs, but go from 3 to 99",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
             call()
@@ -288,8 +297,11 @@ def test_weights_start_as_the_authors_do() -> None:
     assert tied.nats(x, x).mean().item() == pytest.approx(math.log(300), abs=0.3)
 
 
-def test_a_model_from_the_meta_device_starts_like_any_other() -> None:
-    config = make().config
+@pytest.mark.parametrize(
+    "settings", [{}, {"tied": True}, {"cutoffs": (4, 12), "queries": "learned"}], ids=str
+)
+def test_a_model_from_the_meta_device_starts_like_any_other(settings: dict[str, Any]) -> None:
+    config = make(**settings, cutoff_factor=2).config
     with torch.device("meta"):
         model = PerceiverAR(config)
     model.to_empty(device="cpu")
@@ -301,14 +313,49 @@ def test_a_model_from_the_meta_device_starts_like_any_other() -> None:
     assert parameter_count(config) == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_a_model_can_be_cast(positions: Positions, dtype: torch.dtype) -> None:
+    model = make(positions=positions, channels=32).double()
+    tokens, given = draw(model)
+    exact = model(tokens, positions=given)
+    cast = model.to(dtype)(tokens, positions=given, lengths=torch.tensor([M, M]))
+    assert cast.dtype == dtype
+    assert (cast.double() - exact).abs().max() < {torch.bfloat16: 0.1}.get(dtype, 0.02) * exact.abs().max()
+
+
+def test_unscored_targets_count_nothing() -> None:
+    for output in ({}, {"cutoffs": (4, 12), "cutoff_factor": 2}):
+        model = make(**output)
+        tokens, _ = draw(model)
+        targets = torch.randint(V, (B, N))
+        some = targets.clone()
+        some[:, ::2] = -1
+        nats, whole = model.nats(tokens, some), model.nats(tokens, targets)
+        assert nats[:, ::2].count_nonzero() == 0
+        assert torch.equal(nats[:, 1::2], whole[:, 1::2])
+
+
+def test_every_parameter_gets_a_gradient_even_without_rare_targets() -> None:
+    """DDP waits for all of them."""
+    model = make(cutoffs=(4, 12), cutoff_factor=2)
+    tokens, _ = draw(model)
+    model.nats(tokens, torch.zeros(B, N, dtype=torch.long)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_bf16_autocast_gives_nearly_the_same_logits(positions: Positions) -> None:
     model = make(positions=positions, channels=64)
     tokens, given = draw(model)
     exact = model(tokens, positions=given)
+    targets = torch.randint(V, (B, N))
     with torch.autocast("cpu", torch.bfloat16):
         rounded = model(tokens, positions=given)
+        nats = model.nats(tokens, targets, positions=given)
     assert (rounded.float() - exact).abs().max() < 0.05 * exact.abs().max()
+    assert nats.dtype == torch.float32
+    assert (nats - model.nats(tokens, targets, positions=given)).abs().max() < 0.05 * exact.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -325,7 +372,13 @@ def test_the_forward_pass_is_one_graph(settings: dict[str, Any]) -> None:
     model = make(**settings, layers=1, cross_dropout=0.5, latent_dropout=0.5, residual_dropout=0.1)
     tokens, given = draw(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(tokens, positions=given), model(tokens, positions=given))
+    shapes = [(M, N), (M - 1, N), (M, 3), (3, 3), (N, N)]
+    for length, count in shapes if settings == {"positions": "rotary"} else shapes[:2]:
+        cut = None if given is None else given[:, :length]
+        torch.testing.assert_close(
+            compiled(tokens[:, :length], positions=cut, latents=count),
+            model(tokens[:, :length], positions=cut, latents=count),
+        )
     compiled.train()(tokens, positions=given, lengths=torch.tensor([M, M - 4]))
     torch.compiler.reset()
 

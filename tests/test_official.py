@@ -62,5 +62,32 @@ def test_parameters_that_do_not_fit_are_named() -> None:
         from_params({k: v for k, v in params.items() if k != "perceiver_ar/~/embed/embeddings"}, kwargs)
     with pytest.raises(ValueError, match="no place for the parameters perceiver_ar/~/extra/w"):
         from_params(params | {"perceiver_ar/~/extra/w": np.zeros(3)}, kwargs)
-    with pytest.raises(ValueError, match="mask_style"):
-        from_params(params, kwargs | {"mask_style": "other"})
+    with pytest.raises(ValueError, match="not that of the sinusoids"):
+        from_params(params | {"perceiver_ar/~/embed_1/embeddings": np.zeros((51, 64))}, kwargs)
+
+
+def test_arguments_that_cannot_be_met_are_named() -> None:
+    fixture = load("a_absolute_sinusoidal")
+    params, kwargs = params_of(fixture), json.loads(str(fixture["config"]))
+    for wrong, sentence in (
+        ({"mask_style": "other"}, "mask_style='other' is not supported: it must be 'final_block'"),
+        ({"position_encoding_type": "foo"}, "position_encoding_type='foo' is not supported"),
+        ({"num_clases": 3}, "did you mean 'num_classes'"),
+        ({"initial_query_embed_style": "mlp"}, "query style 'mlp' with 2 layers"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            from_params(params, kwargs | wrong)
+    with pytest.raises(ValueError, match="the argument num_classes is missing"):
+        from_params(params, {k: v for k, v in kwargs.items() if k != "num_classes"})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_learned_queries_are_taken_over(shared: bool) -> None:
+    fixture = load("a_absolute_sinusoidal")
+    params, kwargs = params_of(fixture), json.loads(str(fixture["config"]))
+    learned = np.random.default_rng(0).normal(size=(1 if shared else 16, 64)).astype(np.float32)
+    params = {k: v for k, v in params.items() if not k.startswith("perceiver_ar/~/linear/")}
+    style = {"initial_query_embed_style": "learned", "share_learned_initial_query": shared}
+    model = from_params(params | {"perceiver_ar/q_embed_learned": learned}, kwargs | style)
+    assert model.config.queries == ("learned-shared" if shared else "learned")
+    assert np.array_equal(model.queries.learned.weight.detach().numpy(), learned)

@@ -103,6 +103,9 @@ def test_a_folder_whose_tensors_do_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
         PerceiverAR.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no settings"):
+        PerceiverAR.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         PerceiverAR.from_pretrained(tmp_path)
