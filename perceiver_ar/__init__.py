@@ -7,8 +7,10 @@ if TYPE_CHECKING:
     from perceiver_ar.config import Experiment as Experiment
     from perceiver_ar.config import ModelConfig as ModelConfig
     from perceiver_ar.config import TrainConfig as TrainConfig
+    from perceiver_ar.evaluation import evaluate as evaluate
     from perceiver_ar.model import PerceiverAR as PerceiverAR
     from perceiver_ar.model import build as build
+    from perceiver_ar.training import train as train
 
 __version__ = "0.1.0"
 
@@ -18,6 +20,8 @@ _HOME = {
     "TrainConfig": "config",
     "PerceiverAR": "model",
     "build": "model",
+    "evaluate": "evaluation",
+    "train": "training",
     "interop": None,
     "presets": None,
 }

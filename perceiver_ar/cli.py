@@ -2,13 +2,17 @@
 
 import json
 import sys
-from typing import Annotated, Any
+from dataclasses import make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 
 app = tyro.extras.SubcommandApp()
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON object instead.")]
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Folder of a run.")]
+Device = Annotated[str, tyro.conf.arg(help="auto, cpu, cuda, cuda:1, mps ...")]
 
 
 @app.command(name="presets")
@@ -37,14 +41,172 @@ def show_presets(as_json: Json = False) -> None:
     Console().print(table)
 
 
+@app.command(name="prepare")
+def prepare(
+    task: Annotated[Literal["tokens"], tyro.conf.Positional],
+    source: Annotated[Path, tyro.conf.Positional],
+    out: Path,
+    validation: float = 0.05,
+    vocab_size: int | None = None,
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16",
+) -> None:
+    """Turn raw files into a token store.
+
+    Args:
+        task: tokens: ids that you already have, in .npy, .bin or .jsonl files.
+        source: A file, or a folder of them, perhaps with train/ and validation/ below it.
+        out: Folder of the store.
+        validation: Share of the documents that is kept for validation; of a single one, its end.
+        vocab_size: Number of different ids. Default: the largest and one.
+        dtype: Type of the ids in .bin files.
+    """
+    from perceiver_ar.tasks.tokens import prepare
+
+    store = prepare(source, out, validation, vocab_size, dtype)
+    for name, split in store.meta["splits"].items():
+        print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
+    print(f"{out}: vocabulary {store.vocab_size:,} with the special tokens, stored as {store.meta['dtype']}")
+
+
+@app.command(name="train")
+def train(preset: Annotated[str, tyro.conf.Positional]) -> None:
+    """Train a preset, with any of its settings changed: `perceiver-ar train PRESET --help`."""
+    raise AssertionError("run by train_preset, which knows the preset's own settings")
+
+
+def train_preset(arguments: list[str]) -> None:
+    """The settings of the preset are the defaults of the options."""
+    if not arguments or arguments[0].startswith("-"):
+        print(
+            "usage: perceiver-ar train PRESET [--data DIR] [--out RUN] [--model.latents 512 ...] [--resume]"
+        )
+        print("`perceiver-ar presets` lists the presets, `perceiver-ar train PRESET --help` all settings.")
+        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+    from perceiver_ar import presets, tasks
+
+    experiment = presets.get(arguments[0])
+    known = tasks.is_known(experiment.task)
+    task = tasks.get(experiment.task, experiment.options) if known else None
+    fields: list[tuple[str, Any, Any]] = [
+        ("model", type(experiment.model), experiment.model),
+        ("train", type(experiment.train), experiment.train),
+        *([("task", type(task), task)] if task is not None else []),
+        ("data", Annotated[Path | None, tyro.conf.arg(help="Token store made by `prepare`.")], None),
+        ("out", Annotated[Path | None, tyro.conf.arg(help="Folder of the run. Default: runs/PRESET.")], None),
+        ("init", Annotated[Path | None, tyro.conf.arg(help="Trained model to start from.")], None),
+        ("resume", Annotated[bool, tyro.conf.arg(help="Go on from the newest checkpoint.")], False),
+        ("device", Device, "auto"),
+    ]
+    kind = make_dataclass("Train", fields, frozen=True)
+    chosen: Any = tyro.cli(
+        kind, args=arguments[1:], prog=f"perceiver-ar train {arguments[0]}", description="Train a model."
+    )
+    from perceiver_ar.training import train
+
+    options = chosen.task.to_dict() if task is not None else experiment.options
+    experiment = replace(experiment, model=chosen.model, train=chosen.train, options=options)
+    result = train(
+        experiment, chosen.data, chosen.out, resume=chosen.resume, init=chosen.init, device=chosen.device
+    )
+    if result["signal"]:
+        sys.exit(128 + result["signal"])
+
+
+@app.command(name="evaluate")
+def evaluate(
+    run: Run,
+    split: str = "validation",
+    latents: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    data: Path | None = None,
+    plot: Path | None = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Score every token of a split once, with strided windows.
+
+    Args:
+        run: Folder of a run.
+        split: Which split of the store.
+        latents: How many to use. Default: as many as in training.
+        stride: Targets between windows; fewer give each more context. Default: half the latents.
+        batch_size: Windows at a time.
+        data: Another token store than the run was trained on.
+        plot: Picture of the loss by position in the document.
+    """
+    from perceiver_ar.device import pick_device
+    from perceiver_ar.evaluation import evaluate, predict
+    from perceiver_ar.report import draw, progress_bar, show
+    from perceiver_ar.run import load, open_source
+
+    model, experiment, before = load(run, str(pick_device(device)))
+    source = open_source(experiment.task, experiment.options, data or before)
+    documents = source.documents(split)
+    with progress_bar(not as_json) as progress:
+        report = evaluate(
+            model,
+            source.task,
+            documents,
+            latents=latents,
+            stride=stride,
+            batch_size=batch_size,
+            progress=progress,
+        )
+    if plot is not None:
+        draw(report, plot)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        show(report, source.task.show(*predict(model, source.task, documents[0], 16)))
+
+
+@app.command(name="score")
+def score(
+    run: Run,
+    file: Annotated[Path, tyro.conf.Positional],
+    latents: int | None = None,
+    stride: int | None = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Print the nats of each token of one document, one a line.
+
+    Args:
+        run: Folder of a run.
+        file: The document.
+        latents: How many to use. Default: as many as in training.
+        stride: Targets between windows. Default: half the latents.
+    """
+    from perceiver_ar import tasks
+    from perceiver_ar.device import pick_device
+    from perceiver_ar.evaluation import score
+    from perceiver_ar.run import load
+
+    model, experiment, _ = load(run, str(pick_device(device)))
+    task = tasks.get(experiment.task, experiment.options)
+    document = task.read(file)
+    nats: list[float] = []
+    for batch, _, places in score(model, task, [document], latents, stride, 8):
+        for row, where in zip(batch.float().cpu(), places, strict=True):
+            nats += row[len(row) - len(where) :].tolist()
+    if as_json:
+        print(json.dumps({"tokens": len(nats), "nats": nats, "mean": sum(nats) / len(nats)}))
+    else:
+        print("\n".join(f"{value:.6f}" for value in nats))
+
+
 def main() -> None:
     """Runs a command; a user's mistake ends with one sentence and status 2."""
     try:
-        app.cli(
-            prog="perceiver-ar",
-            description="Perceiver AR: long-context autoregressive models.",
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        if sys.argv[1:2] == ["train"]:
+            train_preset(sys.argv[2:])
+        else:
+            app.cli(
+                prog="perceiver-ar",
+                description="Perceiver AR: long-context autoregressive models.",
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
     except ValueError as error:
         print(f"perceiver-ar: {error}", file=sys.stderr)
         sys.exit(2)

@@ -229,6 +229,8 @@ class TrainConfig(Config):
     """Optimizer steps."""
     batch_size: int = 128
     """Sequences a step."""
+    micro_batch_size: int | None = None
+    """Sequences computed at once. Default: the batch, halved by itself until it fits into memory."""
     learning_rate: float = 3e-4
     """Adam's peak learning rate."""
     warmup_steps: int = 10_000
@@ -241,14 +243,59 @@ class TrainConfig(Config):
     """Adam's. The paper prints b1 = 0.1; the authors' code has 0.9."""
     epsilon: float = 1e-8
     """Adam's."""
+    weight_decay: float = 0.0
+    """AdamW's, on matrices only."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient."""
     z_loss: float = 1e-4
     """Weight of log(z)^2, which keeps the softmax's normalizer near 1."""
+    label_smoothing: float = 0.0
+    """Share of each target that is spread evenly over the vocabulary."""
+    ema: float = 0.0
+    """Decay of an average of the weights, such as 0.999, which is then what is evaluated and kept."""
+    latents_drawn: tuple[int, ...] = ()
+    """Numbers of latents of which each step draws one, for a model that is good at all of them."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """auto: bf16 where the GPU has it."""
+    compile: bool = False
+    """Compile each block: faster on a GPU after a minute's wait."""
+    deterministic: bool = False
+    """Give up some speed so that a resumed run on a GPU repeats an uninterrupted one bit for bit."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
     checkpoint_every: int = 1000
     """Steps between checkpoints."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    evaluate_every: int = 0
+    """Steps between evaluations on the validation split; the best model is kept. 0: none."""
+    patience: int = 0
+    """Stop after so many evaluations without a better one. 0: never."""
+    logger: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Where metrics go besides metrics.jsonl."""
     seed: int = 0
     """Of initial weights, data order and dropout."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("steps", "batch_size", "log_every", "checkpoint_every", "keep"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1.")
+        for name in ("warmup_steps", "evaluate_every", "patience", "weight_decay", "z_loss", "seed"):
+            _require(getattr(self, name) >= 0, f"{name} cannot be negative.")
+        for name in ("label_smoothing", "ema"):
+            _require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and below 1.")
+        _require(
+            self.micro_batch_size is None or self.micro_batch_size >= 1,
+            "micro_batch_size must be at least 1.",
+        )
+        _require(self.learning_rate > 0, "learning_rate must be above 0.")
+        _require(self.clip_norm > 0, "clip_norm must be above 0.")
+        _require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas must be two numbers below 1."
+        )
+        _require(
+            not self.patience or self.evaluate_every > 0, "patience needs evaluations: set evaluate_every."
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Letters: B batch, M inputs, N latents, C channels, E input width, V vocabulary, 
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,19 @@ from perceiver_ar.config import ModelConfig
 from perceiver_ar.layers import Embedding, Linear, ZeroLinear
 
 SINUSOID_WAVELENGTH = 10_000.0
+
+
+class Scores(NamedTuple):
+    """What is known of each target, (B, N); all 0 where a target is negative, that is, not scored."""
+
+    nats: Tensor
+    """Negative log-likelihood."""
+    log_z: Tensor
+    """Logarithm of the softmax's normalizer (of its first step, where it is adaptive)."""
+    uniform: Tensor | None
+    """Nats of a token drawn evenly from the vocabulary; None of an adaptive softmax."""
+    right: Tensor | None
+    """Whether the target is the likeliest token; None of an adaptive softmax."""
 
 
 class InputEmbedding(nn.Module):
@@ -108,10 +122,13 @@ class Output(nn.Module):
         assert isinstance(weight, Tensor)
         return F.linear(z, weight, self.bias)
 
-    def nats(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Tensor:
-        logits = _exact(self(z, embedding))
-        nats = logits.logsumexp(-1) - logits.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-        return nats.masked_fill(targets < 0, 0.0)
+    def score(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Scores:
+        logits, scored = _exact(self(z, embedding)), targets >= 0
+        log_z = logits.logsumexp(-1)
+        nats = log_z - logits.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+        uniform = log_z - logits.mean(-1)
+        right = (logits.argmax(-1) == targets) & scored
+        return Scores(nats * scored, log_z * scored, uniform * scored, right)
 
 
 class AdaptiveOutput(nn.Module):
@@ -138,17 +155,20 @@ class AdaptiveOutput(nn.Module):
         ]
         return torch.cat((head[..., : self.cutoffs[0]], *bands), dim=-1)
 
-    def nats(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Tensor:
+    def score(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Scores:
         """Each band is computed only for the targets in it: its shape depends on the data."""
         z, flat = z.flatten(0, 1), targets.flatten()
         band = torch.bucketize(flat, torch.tensor(self.cutoffs, device=flat.device), right=True)
         chosen = torch.where(band == 0, flat.clamp(min=0), self.cutoffs[0] + band - 1)
-        nats = -_exact(self.head(z)).log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)
+        head = _exact(self.head(z))
+        log_z = head.logsumexp(-1)
+        nats = log_z - head.gather(-1, chosen[:, None]).squeeze(-1)
         for index, low in enumerate(self.cutoffs):
             rows = (band == index + 1).nonzero().squeeze(-1)
             inside = self._within(z[rows], index).gather(-1, (flat[rows] - low)[:, None]).squeeze(-1)
             nats = nats.index_add(0, rows, -inside)
-        return nats.masked_fill(flat < 0, 0.0).view_as(targets)
+        scored = flat >= 0
+        return Scores((nats * scored).view_as(targets), (log_z * scored).view_as(targets), None, None)
 
     def _within(self, z: Tensor, band: int) -> Tensor:
         return _exact(self.tails[band](self.narrow[band](z))).log_softmax(-1)

@@ -9,6 +9,8 @@ Notable:
 - cross-attend dropout picks the inputs that it keeps before anything is computed from them.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -160,7 +162,7 @@ class PerceiverAR(Pretrained):
 
         Negative targets are not scored: their nats are 0.
         """
-        return self(tokens, positions=positions, lengths=lengths, targets=targets)
+        return self(tokens, positions=positions, lengths=lengths, targets=targets).nats
 
     def forward(
         self,
@@ -169,13 +171,12 @@ class PerceiverAR(Pretrained):
         latents: int | None = None,
         lengths: Tensor | None = None,
         targets: Tensor | None = None,
-    ) -> Tensor:
-        """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their nats.
+    ) -> Any:
+        """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their Scores.
 
         tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
         padding itself means nothing. positions (B, M) or (B, M, A) default to 0, 1, ... from the
-        first real token. latents defaults to the config's, and to the number of targets. Negative
-        targets are not scored: their nats are 0.
+        first real token. latents defaults to the config's, and to the number of targets.
         """
         # One entry for logits and loss, since DDP and FSDP only see calls of forward.
         if targets is not None:
@@ -187,7 +188,7 @@ class PerceiverAR(Pretrained):
         z = self.norm(self._latents(tokens, positions, count, lengths))
         if targets is None:
             return self.output(z, self.embedding.tokens)
-        return self.output.nats(z, targets, self.embedding.tokens)
+        return self.output.score(z, targets, self.embedding.tokens)
 
     def _count(self, tokens: Tensor, latents: int | None) -> int:
         """The number of latents: as asked, but no more than there are inputs."""

@@ -392,11 +392,11 @@ def test_compiled_logits_and_gradients_are_the_same() -> None:
     grads = []
     for run in (model, compiled):
         model.zero_grad()
-        run(tokens, targets=tokens[:, :N]).sum().backward()
+        run(tokens, targets=tokens[:, :N]).nats.sum().backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     for plain, fused in zip(*grads, strict=True):
         torch.testing.assert_close(plain, fused, atol=1e-4, rtol=1e-4)
-    loss = compiled.train()(tokens, targets=tokens[:, :N]).sum()
+    loss = compiled.train()(tokens, targets=tokens[:, :N]).nats.sum()
     loss.backward()
     assert loss.isfinite()
 

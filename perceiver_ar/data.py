@@ -1,0 +1,91 @@
+"""From windows to batches, and the windows of a token store.
+
+Letters: B batch, M inputs (context), N latents, A position axes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perceiver_ar.store import Split
+from perceiver_ar.tasks.base import Task
+from perceiver_ar.windows import Window, crop_end, crop_weight, generator
+
+UNSCORED = -1
+"""A target that is not scored."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs padded on the left, and the tokens that follow the last N of them."""
+
+    inputs: Tensor  # (B, M)
+    targets: Tensor  # (B, N), UNSCORED where nothing counts
+    positions: Tensor | None  # (B, M, A); None: from 0 at the first real input
+    lengths: Tensor | None  # (B,); None: nothing is padded
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same change to every part."""
+        parts: list[Any] = [self.inputs, self.targets, self.positions, self.lengths]
+        return Batch(*(x if x is None else change(x) for x in parts))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
+    """Windows side by side, the shorter ones padded on the left."""
+    lengths = np.array([len(w.tokens) - 1 for w in windows])
+    longest = int(lengths.max())
+    count = min(latents, longest)
+    inputs = np.zeros((len(windows), longest), dtype=np.int64)
+    places = np.zeros((len(windows), longest), dtype=np.int64)
+    targets = np.full((len(windows), count), UNSCORED, dtype=np.int64)
+    for row, w in enumerate(windows):
+        first = longest - lengths[row]
+        inputs[row, first:] = w.tokens[:-1]
+        places[row, first:] = w.offset + np.arange(lengths[row])
+        assert 1 <= w.scored <= min(count, lengths[row])
+        targets[row, count - w.scored :] = w.tokens[-w.scored :]
+    positions = task.positions(places)
+    return Batch(
+        torch.from_numpy(inputs),
+        torch.from_numpy(targets),
+        None if positions is None else torch.from_numpy(positions),
+        torch.from_numpy(lengths) if (lengths < longest).any() else None,
+    )
+
+
+class Crops:
+    """Random stretches of the documents of a store, every target about as likely as any other."""
+
+    def __init__(self, split: Split, context: int, latents: int) -> None:
+        self.split, self.context = split, context
+        self.cumulative = np.cumsum(crop_weight(split.lengths() - 1, latents))
+
+    def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
+        drawn = generator(seed, step).integers(self.cumulative[-1], size=size)
+        indices = np.searchsorted(self.cumulative, drawn, side="right")
+        return [
+            self._window(index, value - (self.cumulative[index - 1] if index else 0), latents)
+            for index, value in zip(indices.tolist(), drawn.tolist(), strict=True)
+        ]
+
+    def _window(self, index: int, drawn: int, latents: int) -> Window:
+        end = 1 + crop_end(int(drawn), self.split.length(index) - 1, latents)
+        start = max(0, end - 1 - self.context)
+        return Window(self.split.read(index, start, end), start, min(latents, end - 1))
+
+    def learned(self, nats: float) -> str | None:
+        return None
+
+    @property
+    def state(self) -> dict[str, int]:
+        return {}
+
+    def restore(self, state: dict[str, int]) -> None:
+        pass

@@ -1,0 +1,154 @@
+"""Strided evaluation: every token of every document is scored exactly once.
+
+Windows of up to M inputs end S targets apart, and each scores the S targets that no window before
+it did (appendix G). Losses are sums and counts until the very end.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from perceiver_ar.data import collate
+from perceiver_ar.device import autocast
+from perceiver_ar.store import Split
+from perceiver_ar.tasks.base import Document, Task
+from perceiver_ar.windows import Tokens, Window
+
+_BOUNDS = 512 << np.arange(40)
+
+
+@dataclass
+class Totals:
+    """Sums and counts of what was scored."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    right: int | None = 0
+    by_position: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Of the targets whose place in the document is below 512, 1,024, 2,048, ... and not below the last."""
+
+    def add(self, nats: Tensor, right: Tensor | None, places: Sequence[range]) -> None:
+        """A batch: nats and hits (B, N), of which the last few of each row lie at these places."""
+        self.right = None if right is None or self.right is None else self.right + int(right.sum())
+        for row, where in zip(nats.double().cpu().numpy(), places, strict=True):
+            scored = row[len(row) - len(where) :]
+            self.nats += float(scored.sum())
+            self.tokens += len(where)
+            which = np.searchsorted(_BOUNDS, np.arange(where.start, where.stop), side="right")
+            for bound in np.unique(which):
+                inside = scored[which == bound]
+                total, count = self.by_position.get(int(_BOUNDS[bound]), (0.0, 0))
+                self.by_position[int(_BOUNDS[bound])] = total + float(inside.sum()), count + len(inside)
+
+    def report(self, task: Task) -> dict[str, Any]:
+        """Means: nats and bits a token, accuracy where the task has it, and nats by position."""
+        mean = self.nats / self.tokens
+        report: dict[str, Any] = {"tokens": self.tokens, "nats": mean, "bits": mean / math.log(2)}
+        if task.accuracy and self.right is not None:
+            report["accuracy"] = self.right / self.tokens
+        report["by_position"] = {
+            str(bound): {"tokens": count, "nats": total / count}
+            for bound, (total, count) in sorted(self.by_position.items())
+        }
+        return report
+
+
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    documents: Sequence[Document],
+    *,
+    latents: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Scores documents and reports the means; stride defaults to half the latents."""
+    totals = Totals()
+    wanted = sum(document.stop - document.first for document in documents)
+    for nats, right, places in score(model, task, documents, latents, stride, batch_size):
+        totals.add(nats, right, places)
+        if progress is not None:
+            progress(totals.tokens, wanted)
+    if not totals.tokens:
+        raise ValueError("there is nothing to evaluate: the documents hold no token that is scored.")
+    return totals.report(task)
+
+
+def score(
+    model: nn.Module,
+    task: Task,
+    documents: Iterable[Document],
+    latents: int | None,
+    stride: int | None,
+    batch_size: int,
+) -> Iterator[tuple[Tensor, Tensor | None, list[range]]]:
+    """Batches of nats and hits (B, N), and the places in their documents that each row scores."""
+    config: Any = model.config
+    latents = config.latents if latents is None else latents
+    stride = max(1, latents // 2) if stride is None else stride
+    check_choice(config, latents, stride)
+    device, training = next(model.parameters()).device, model.training
+    found = (pair for document in documents for pair in windows(document, config.context, stride))
+    model.eval()
+    try:
+        while chunk := list(islice(found, batch_size)):
+            batch = collate([w for w, _ in chunk], latents, task).each(lambda x: x.to(device))
+            with torch.inference_mode(), autocast(device):
+                scores = model(
+                    batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
+                )
+            yield scores.nats, scores.right, [places for _, places in chunk]
+    finally:
+        model.train(training)
+
+
+def check_choice(config: Any, latents: int, stride: int) -> None:
+    """Refuses numbers of latents and strides that the model cannot do."""
+    most = config.latents if config.queries == "learned" else config.context
+    if not 1 <= latents <= most:
+        raise ValueError(f"latents must be from 1 to {most}, but is {latents}.")
+    if not 1 <= stride <= latents:
+        raise ValueError(f"stride must be from 1 to the {latents} latents, but is {stride}.")
+
+
+def windows(document: Document, context: int, stride: int) -> Iterator[tuple[Window, range]]:
+    """The windows of a document, with the places that each scores."""
+    for start in range(document.first, document.stop, stride):
+        end = min(start + stride, document.stop)
+        begin = max(0, end - 1 - context)
+        yield Window(document.tokens[begin:end], begin, end - start), range(start, end)
+
+
+def predict(model: nn.Module, task: Task, document: Document, count: int) -> tuple[Tokens, Tokens]:
+    """The last scored tokens of a document, and the likeliest in their places."""
+    config: Any = model.config
+    count = min(count, config.latents, document.stop - document.first)
+    begin = max(0, document.stop - 1 - config.context)
+    window = Window(document.tokens[begin : document.stop], begin, count)
+    batch = collate([window], count, task).each(lambda x: x.to(next(model.parameters()).device))
+    with torch.inference_mode():
+        logits = model(batch.inputs, positions=batch.positions, latents=count)
+    return window.tokens[-count:], logits[0].argmax(-1).cpu().numpy()
+
+
+class Documents(Sequence[Document]):
+    """The documents of a store's split, scored from the token after the first on."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        tokens = self.split.read(index)
+        return Document(tokens, 1, len(tokens))

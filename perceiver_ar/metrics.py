@@ -1,0 +1,110 @@
+"""What a run tells: metrics.jsonl always, a live line on the terminal, and other loggers by choice."""
+
+import importlib
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from perceiver_ar.config import TrainConfig
+
+
+class Metrics:
+    """Use as a context; `log` takes the numbers of a step."""
+
+    def __init__(self, folder: Path, config: TrainConfig, start: int, show: bool) -> None:
+        self.path = folder / "metrics.jsonl"
+        forget_after(self.path, start)
+        self.show, self.console = show, Console(stderr=True)
+        self.write_elsewhere = _logger(config.logger, folder)
+        self.progress = Progress(
+            TextColumn("step {task.completed:,} of {task.total:,}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not (show and self.console.is_terminal),
+        )
+        self.task = self.progress.add_task("", total=config.steps, completed=start)
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def advance(self, done: int) -> None:
+        self.progress.update(self.task, completed=done)
+
+    def start_clock(self) -> None:
+        """Begins a stretch whose speed is measured."""
+        self.began, self.targets = time.perf_counter(), 0.0
+
+    def count(self, targets: float) -> None:
+        self.targets += targets
+
+    def log_step(self, step: int, numbers: dict[str, float], waited: float) -> None:
+        """The numbers of a step, with the speed since the clock was started or asked."""
+        seconds = time.perf_counter() - self.began
+        speed = {"targets_per_second": self.targets / seconds, "waiting": min(1.0, waited / seconds)}
+        self.start_clock()
+        self.log({"step": step, **numbers, **speed})
+        loss, rate, per_second = numbers["loss"], numbers["lr"], speed["targets_per_second"]
+        text = f"loss {loss:.4f}  lr {rate:.2e}  {per_second:,.0f} targets/s"
+        self.progress.update(self.task, description=text)
+        if not self.console.is_terminal:
+            self.say(f"step {step:,}: {text}")
+
+    def log(self, numbers: dict[str, Any]) -> None:
+        """A line of metrics.jsonl, and of the other logger."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(numbers) + "\n")
+        self.write_elsewhere(numbers)
+
+    def say(self, sentence: str) -> None:
+        if self.show:
+            self.progress.console.print(sentence, highlight=False)
+
+
+def forget_after(path: Path, start: int) -> None:
+    """Drops the lines of steps that a resumed run will do again, and one that was cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= start:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    path.write_text("".join(kept))
+
+
+def _logger(name: str, folder: Path) -> Any:
+    """A function that takes the numbers of a step."""
+    if name == "none":
+        return lambda numbers: None
+    try:
+        module = importlib.import_module({"tensorboard": "torch.utils.tensorboard"}.get(name, name))
+    except ImportError:
+        raise ValueError(f"the logger {name} is not installed: pip install {name}") from None
+    if name == "tensorboard":
+        writer = module.SummaryWriter(str(folder / "tensorboard"))
+        return lambda numbers: [writer.add_scalar(k, v, numbers["step"]) for k, v in _scalars(numbers)]
+    module.init(project="perceiver-ar", name=folder.name)
+    return lambda numbers: module.log(dict(_scalars(numbers)))
+
+
+def _scalars(numbers: dict[str, Any]) -> list[tuple[str, float]]:
+    return [
+        (key, value) for key, value in numbers.items() if isinstance(value, int | float) and key != "step"
+    ]

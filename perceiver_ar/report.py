@@ -1,0 +1,55 @@
+"""What a person sees of an evaluation: a bar while it runs, tables, and a picture."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+
+@contextmanager
+def progress_bar(shown: bool) -> Generator[Callable[[int, int], None]]:
+    """A bar on standard error, moved by (done, of how many)."""
+    with Progress(console=Console(stderr=True), disable=not shown, transient=True) as progress:
+        task = progress.add_task("scoring")
+        yield lambda done, whole: progress.update(task, completed=done, total=whole)
+
+
+def show(report: dict[str, Any], sample: str | None) -> None:
+    """Prints the report, and the sample if there is one."""
+    console = Console(highlight=False)
+    for key, value in report.items():
+        if key != "by_position":
+            console.print(f"{key:10} {_number(key, value)}")
+    if len(report["by_position"]) > 1:
+        table = Table("position below", "tokens", "nats", box=None, padding=(0, 1, 0, 0))
+        for bound, part in report["by_position"].items():
+            table.add_row(f"{int(bound):,}", f"{part['tokens']:,}", f"{part['nats']:.4f}")
+        console.print(table)
+    if sample is not None:
+        console.print(sample)
+
+
+def _number(key: str, value: Any) -> str:
+    return f"{value:.4%}" if key == "accuracy" else f"{value:,}" if isinstance(value, int) else f"{value:.6f}"
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """A picture of the nats by position in the document."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    bounds = [f"< {int(bound):,}" for bound in report["by_position"]]
+    values = [part["nats"] for part in report["by_position"].values()]
+    axes.plot(bounds, values, marker="o")
+    axes.axhline(report["nats"], linestyle="--", color="grey", label=f"all: {report['nats']:.4f}")
+    axes.set(xlabel="position in the document", ylabel="nats per token")
+    axes.tick_params(axis="x", rotation=30)
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,158 @@
+"""Token stores: documents on disk, memory-mapped, with checksums verified where they are touched.
+
+A folder with meta.json and, for each split, tokens.bin (the documents one after another, in the
+smallest integer type that fits), offsets.bin (where each begins and the last ends) and
+checksums.bin (one of each block of tokens.bin).
+"""
+
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
+from perceiver_ar.windows import Tokens
+
+FORMAT_VERSION = 1
+BLOCK = 1 << 16
+"""Bytes under one checksum: small, since the first touch of a block reads all of it."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store opened for reading."""
+
+    folder: Path
+    meta: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        folder = Path(folder)
+        if not (folder / "meta.json").exists():
+            raise ValueError(f"{folder} is not a token store: make one with `perceiver-ar prepare`.")
+        meta = read_sealed(folder / "meta.json")
+        if meta["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"{folder} has format version {meta['format_version']}: prepare it again.")
+        return cls(folder, meta)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.meta["vocab_size"]
+
+    def split(self, name: str) -> "Split":
+        if name not in self.meta["splits"]:
+            raise ValueError(f"{self.folder} has no split '{name}'; it has {', '.join(self.meta['splits'])}.")
+        return Split(self.folder / name, self.meta["splits"][name], self.meta["dtype"])
+
+
+class Split:
+    """The documents of one split; each block of tokens is verified when it is first touched."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any], dtype: str) -> None:
+        self.folder, self.meta = folder, meta
+        self.offsets = self._read_whole("offsets", np.dtype("<u8"), meta["documents"] + 1).astype(np.int64)
+        blocks = -(-meta["tokens"] * np.dtype(dtype).itemsize // BLOCK)
+        self.checksums = self._read_whole("checksums", np.dtype("<u4"), blocks)
+        self.verified = np.zeros(blocks, dtype=bool)
+        path = folder / "tokens.bin"
+        wanted = meta["tokens"] * np.dtype(dtype).itemsize
+        if not path.exists() or path.stat().st_size != wanted:
+            raise Damaged(f"{path} is missing or has the wrong size: prepare the store again.")
+        self.tokens: Any = (
+            np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r") if wanted else None
+        )
+
+    def __len__(self) -> int:
+        return self.meta["documents"]
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    def length(self, index: int) -> int:
+        return int(self.offsets[index + 1] - self.offsets[index])
+
+    def read(self, index: int, start: int = 0, end: int | None = None) -> Tokens:
+        """A stretch of a document, checked."""
+        base = int(self.offsets[index])
+        first = base + start
+        last = int(self.offsets[index + 1]) if end is None else base + end
+        assert base <= first < last <= int(self.offsets[index + 1])
+        assert self.tokens is not None
+        self._verify(first, last)
+        return np.asarray(self.tokens[first:last])
+
+    def _verify(self, first: int, last: int) -> None:
+        assert self.tokens is not None
+        size = self.tokens.dtype.itemsize
+        raw: Any = self.tokens.view(np.uint8)
+        for block in range(first * size // BLOCK, (last * size - 1) // BLOCK + 1):
+            if not self.verified[block]:
+                if zlib.crc32(raw[block * BLOCK : (block + 1) * BLOCK]) != self.checksums[block]:
+                    where = f"{self.folder / 'tokens.bin'} is damaged near byte {block * BLOCK:,}"
+                    raise Damaged(f"{where}: prepare the store again.")
+                self.verified[block] = True
+
+    def _read_whole(self, name: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        path = self.folder / f"{name}.bin"
+        data = path.read_bytes() if path.exists() else b""
+        if zlib.crc32(data) != self.meta[f"{name}_crc32"] or len(data) != count * dtype.itemsize:
+            raise Damaged(f"{path} is missing or damaged: prepare the store again.")
+        return np.frombuffer(data, dtype=dtype)
+
+
+def smallest_dtype(vocab_size: int) -> str:
+    return next(name for name in ("uint8", "uint16", "uint32") if vocab_size <= np.iinfo(name).max + 1)
+
+
+def write_store(
+    folder: str | Path,
+    splits: Mapping[str, Iterable[Tokens]],
+    vocab_size: int,
+    task: str,
+    options: dict[str, Any] | None = None,
+) -> Store:
+    """Writes a store beside its place, then renames it: what is there is whole."""
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: choose another --out, or remove it.")
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    dtype = smallest_dtype(vocab_size)
+    meta = {
+        "format_version": FORMAT_VERSION,
+        "task": task,
+        "options": options or {},
+        "vocab_size": vocab_size,
+        "dtype": dtype,
+        "splits": {name: _write_split(beside / name, documents, dtype) for name, documents in splits.items()},
+    }
+    write_sealed(beside / "meta.json", meta)
+    beside.rename(folder)
+    return Store.open(folder)
+
+
+def _write_split(folder: Path, documents: Iterable[Tokens], dtype: str) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    offsets, checksums, pending = [0], [], b""
+    with (folder / "tokens.bin").open("wb") as file:
+        for document in documents:
+            offsets.append(offsets[-1] + len(document))
+            pending += np.ascontiguousarray(document, dtype=np.dtype(dtype).newbyteorder("<")).tobytes()
+            while len(pending) >= BLOCK:
+                file.write(pending[:BLOCK])
+                checksums.append(zlib.crc32(pending[:BLOCK]))
+                pending = pending[BLOCK:]
+        if pending:
+            file.write(pending)
+            checksums.append(zlib.crc32(pending))
+    meta: dict[str, Any] = {"documents": len(offsets) - 1, "tokens": offsets[-1]}
+    for name, values, kind in (("offsets", offsets, "<u8"), ("checksums", checksums, "<u4")):
+        data = np.array(values, dtype=kind).tobytes()
+        (folder / f"{name}.bin").write_bytes(data)
+        meta[f"{name}_crc32"] = zlib.crc32(data)
+    return meta

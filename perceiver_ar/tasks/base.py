@@ -1,0 +1,55 @@
+"""What a task is: what its tokens mean, and nothing else. Training and evaluation know no task."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perceiver_ar.config import Config
+from perceiver_ar.windows import Examples, Tokens
+
+PAD, EOS, BOS, FIRST = 0, 1, 2, 3
+"""Special tokens of every task; its own begin at FIRST."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of which those from `first` to before `stop` are predicted and scored."""
+
+    tokens: Tokens
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Task(Config):
+    """Settings of a task, and what its tokens mean."""
+
+    name: ClassVar[str]
+    accuracy: ClassVar[bool] = False
+    """Whether the share of tokens that are predicted right is worth reporting."""
+    synthetic: ClassVar[bool] = False
+    """Whether it makes its own tokens; others read them from a store."""
+
+    def examples(self) -> Examples:
+        """Of training, where the task is synthetic."""
+        raise NotImplementedError
+
+    def documents(self, split: str) -> Sequence[Document]:
+        """Those to evaluate, where the task is synthetic."""
+        raise NotImplementedError
+
+    def read(self, path: Path) -> Document:
+        """A file as one document, to be scored."""
+        raise ValueError(f"the task {self.name} has no files that could be scored.")
+
+    def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Positions (..., A) of places in a document; None where each window counts from 0."""
+        return None
+
+    def show(self, truth: Tokens, predicted: Tokens) -> str | None:
+        """A few predicted tokens beside the true ones, for a person to see; None if that says nothing."""
+        return None

@@ -1,0 +1,103 @@
+"""The copy task (section 5.1): random bytes, then the same bytes mirrored.
+
+BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is scored.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
+from perceiver_ar.windows import Tokens, Window, crop_end, crop_weight, generator
+
+VALIDATION_SEED = 2**31
+"""Far from the seeds of training, so that what is evaluated was not trained on."""
+
+
+@dataclass(frozen=True)
+class CopyTask(Task):
+    """Mirrored random bytes."""
+
+    name: ClassVar[str] = "copy"
+    accuracy: ClassVar[bool] = True
+    synthetic: ClassVar[bool] = True
+
+    length: int = 32
+    """T: tokens of a sequence, an even number."""
+    centred: bool = False
+    """Train on windows centred on the mirror, doubled whenever what is copied is learned."""
+    first_half: int = 64
+    """Tokens on each side of the mirror in the first of those windows."""
+    sequences: int = 12
+    """Sequences of the validation split."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length < 4 or self.length % 2:
+            raise ValueError(f"a copy task's length must be an even number from 4, but is {self.length}.")
+
+    def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return places[..., None]
+
+    def examples(self) -> "CopyExamples":
+        return CopyExamples(self)
+
+    def documents(self, split: str) -> list[Document]:
+        """The sequences that are evaluated; scored from the middle on."""
+        half = self.length // 2
+        return [
+            Document(mirrored(generator(VALIDATION_SEED, index), half, whole=True), half, self.length)
+            for index in range(self.sequences)
+        ]
+
+    def show(self, truth: Tokens, predicted: Tokens) -> str:
+        """As hexadecimal bytes, with the wrong ones marked."""
+        words = [_word(token) for token in truth]
+        marks = ["  " if a == b else "^^" for a, b in zip(truth, predicted, strict=True)]
+        lines = ["true      " + " ".join(words), "predicted " + " ".join(_word(token) for token in predicted)]
+        return "\n".join([*lines, *(["          " + " ".join(marks)] if "^^" in marks else [])])
+
+
+def _word(token: int) -> str:
+    return "··" if token < FIRST else f"{token - FIRST:02x}"
+
+
+def mirrored(random: np.random.Generator, half: int, whole: bool) -> Tokens:
+    """So many tokens and their mirror image; the whole of a sequence begins with BOS, ends with EOS."""
+    first = random.integers(FIRST, FIRST + 256, size=half)
+    tokens = np.concatenate((first, first[::-1]))
+    if whole:
+        tokens[0], tokens[-1] = BOS, EOS
+    return tokens
+
+
+class CopyExamples:
+    """Windows on the mirror, of the whole sequence or growing with what was learned."""
+
+    def __init__(self, task: CopyTask) -> None:
+        self.task = task
+        self.half = min(task.first_half, task.length // 2) if task.centred else task.length // 2
+
+    def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
+        """All of a step end at the same place, so that none needs padding."""
+        random, middle = generator(seed, step), self.task.length // 2
+        scored = min(latents, self.half)
+        targets = crop_end(int(random.integers(crop_weight(self.half, scored))), self.half, scored)
+        rows = (mirrored(random, self.half, whole=self.half == middle) for _ in range(size))
+        return [Window(row[: self.half + targets], middle - self.half, scored) for row in rows]
+
+    def learned(self, nats: float) -> str | None:
+        """Doubles the window once a step's loss is below 0.1 nats."""
+        if nats >= 0.1 or 2 * self.half > self.task.length // 2:
+            return None
+        self.half *= 2
+        return f"now {self.half:,} tokens on each side of the mirror"
+
+    @property
+    def state(self) -> dict[str, int]:
+        return {"half": self.half}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.half = state["half"]

@@ -1,0 +1,342 @@
+"""The training loop, readable top to bottom.
+
+A step's batch, latents and dropout follow from the seed and the step alone, so that a resumed run
+repeats an uninterrupted one and a checkpoint holds no random state.
+"""
+
+import math
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perceiver_ar.checkpoint import Checkpoint, disk_is_full, load_newest, pack, save_checkpoint, unpack
+from perceiver_ar.config import Experiment, TrainConfig
+from perceiver_ar.data import Batch, collate
+from perceiver_ar.device import autocast, pick_device
+from perceiver_ar.embedding import Scores
+from perceiver_ar.evaluation import evaluate
+from perceiver_ar.feed import Feed
+from perceiver_ar.initial import start_from
+from perceiver_ar.metrics import Metrics
+from perceiver_ar.model import Block, PerceiverAR, build
+from perceiver_ar.optim import learning_rate, make_optimizer, update_average
+from perceiver_ar.run import Source, begin, export, open_source, settle
+from perceiver_ar.windows import Examples, generator
+
+
+def train(
+    experiment: Experiment,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    init: str | Path | None = None,
+    device: str = "auto",
+    show: bool = True,
+) -> dict[str, Any]:
+    """Trains an experiment into a run folder; returns how far it came and the last numbers logged.
+
+    data: a token store; tasks such as copy need none. out: the folder, by default runs/NAME. init: a
+    model folder to start from. show: whether to report on standard error.
+    """
+    folder, where = Path(out or Path("runs") / experiment.name), pick_device(device)
+    source = open_source(experiment.task, experiment.options, data)
+    notes: list[str] = []
+    experiment = settle(experiment, source, notes.append)
+    experiment, weights = start_from(init, experiment)
+    begin(folder, experiment, data, resume)
+    run = make_state(experiment, source, where, weights)
+    restored = load_newest(folder / "checkpoints", where, notes.append) if resume else None
+    if restored is not None:
+        run.restore(restored)
+    with Metrics(folder, experiment.train, run.step, show) as metrics, stop_signals() as received:
+        for note in notes:
+            metrics.say(note)
+        if run.step >= experiment.train.steps:
+            metrics.say(f"{folder} is finished: {run.step:,} steps.")
+        else:
+            loop(run, experiment, source, folder, data, metrics, received)
+    return {
+        "run": str(folder),
+        "step": run.step,
+        "finished": not received,
+        "signal": next(iter(received), None),
+    }
+
+
+@dataclass
+class State:
+    """All that changes from step to step."""
+
+    model: PerceiverAR
+    optimizer: torch.optim.Optimizer
+    average: list[Tensor]
+    examples: Examples
+    micro: int
+    step: int = 0
+    best: float = math.inf
+    worse: int = 0
+    """Evaluations since the best."""
+
+    def checkpoint(self) -> Checkpoint:
+        numbers = {"step": self.step, "micro": self.micro, "worse": self.worse}
+        best = None if math.isinf(self.best) else self.best
+        state = {**numbers, "best": best, "examples": self.examples.state}
+        return Checkpoint(pack(self.model, self.optimizer, self.average), state)
+
+    def restore(self, saved: Checkpoint) -> None:
+        unpack(saved.tensors, self.model, self.optimizer, self.average)
+        self.step, self.micro, self.worse = (saved.state[key] for key in ("step", "micro", "worse"))
+        self.best = math.inf if saved.state["best"] is None else saved.state["best"]
+        self.examples.restore(saved.state["examples"])
+
+
+def make_state(
+    experiment: Experiment, source: Source, device: torch.device, weights: dict[str, Tensor] | None
+) -> State:
+    config = experiment.train
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    torch.manual_seed(config.seed)
+    model = build(experiment.model)
+    if weights is not None:
+        model.load_state_dict(weights)
+    model.to(device).train()
+    if config.compile:
+        for module in model.modules():
+            if isinstance(module, Block):
+                module.compile()
+    average = [p.detach().clone() for p in model.parameters()] if config.ema else []
+    examples = source.examples(experiment.model.context, experiment.model.latents)
+    micro = min(config.micro_batch_size or config.batch_size, config.batch_size)
+    return State(model, make_optimizer(model, config), average, examples, micro)
+
+
+def loop(
+    run: State,
+    experiment: Experiment,
+    source: Source,
+    folder: Path,
+    data: str | Path | None,
+    metrics: Metrics,
+    received: list[int],
+) -> None:
+    """Steps until the last, a signal, or no more patience."""
+    config = experiment.train
+    device = next(run.model.parameters()).device
+    make = batch_maker(run, source, experiment, pin=device.type == "cuda")
+
+    def keep_all() -> None:
+        save(run, folder, config, metrics)
+        if not (config.evaluate_every and source.has("validation")):
+            with averaged(run):
+                export(folder, run.model, experiment, data)
+
+    with Feed(make, run.step, config.steps) as feed:
+        metrics.start_clock()
+        while run.step < config.steps and not received:
+            try:
+                numbers = update(run, feed.take(run.step), config, device, metrics, received)
+            except Interrupted:
+                break
+            run.step += 1
+            metrics.advance(run.step)
+            changed = run.examples.learned(numbers["loss"])
+            if changed:
+                metrics.say(f"step {run.step:,}: {changed}")
+                feed.restart(run.step)
+            metrics.count(numbers.pop("scored"))
+            if due(run.step, config.log_every, config):
+                metrics.log_step(run.step, numbers, feed.take_waited())
+            if (
+                config.evaluate_every
+                and due(run.step, config.evaluate_every, config)
+                and source.has("validation")
+            ):
+                if not improves(run, experiment, source, folder, data, metrics):
+                    break
+                metrics.start_clock()
+            if due(run.step, config.checkpoint_every, config):
+                keep_all()
+                metrics.start_clock()
+    if received:
+        keep_all()
+        metrics.say(f"Stopped at step {run.step:,}: go on with --resume.")
+
+
+def due(step: int, every: int, config: TrainConfig) -> bool:
+    return step % every == 0 or step == config.steps
+
+
+def batch_maker(run: State, source: Source, experiment: Experiment, pin: bool) -> Callable[[int], Batch]:
+    """What makes the batch of a step."""
+    config, most = experiment.train, experiment.model.latents
+
+    def make(step: int) -> Batch:
+        drawn = config.latents_drawn or (most,)
+        latents = int(generator(config.seed + 1, step).choice(drawn))
+        windows = run.examples.windows(config.seed, step, config.batch_size, latents)
+        batch = collate(windows, latents, source.task)
+        return batch.each(Tensor.pin_memory) if pin else batch
+
+    return make
+
+
+class Interrupted(Exception):
+    """A signal came in the middle of a step, which is given up."""
+
+
+def update(
+    run: State, batch: Batch, config: TrainConfig, device: torch.device, metrics: Metrics, received: list[int]
+) -> dict[str, float]:
+    """One optimizer step, in as large pieces as memory holds."""
+    while True:
+        try:
+            nats, right = accumulate(run, batch, config, device, received)
+            break
+        except torch.OutOfMemoryError:
+            run.optimizer.zero_grad()
+            if run.micro == 1:
+                raise ValueError(
+                    "one sequence does not fit into memory: set --model.checkpoint-activations, "
+                    "or lower the latents, the context or the channels."
+                ) from None
+            run.micro = (run.micro + 1) // 2
+            torch.cuda.empty_cache()
+            metrics.say(f"Out of memory: going on with micro-batches of {run.micro}.")
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip_norm)
+    scored = int((batch.targets >= 0).sum())
+    numbers = {"loss": float(nats) / scored, "grad_norm": float(norm), "scored": scored}
+    if not all(math.isfinite(value) for value in numbers.values()):
+        raise ValueError(
+            f"the loss of step {run.step + 1} (the batch of seed {config.seed}, step {run.step}) is "
+            f"{numbers['loss']}, its gradient's norm {numbers['grad_norm']}: training stops before that "
+            "update. Resume from the last checkpoint with a lower learning rate."
+        )
+    rate = learning_rate(run.step, config)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    if run.average:
+        update_average(run.average, run.model.parameters(), config.ema, run.step)
+    accuracy = {} if right is None else {"accuracy": float(right) / scored}
+    return {**numbers, "lr": rate, **accuracy}
+
+
+def accumulate(
+    run: State, batch: Batch, config: TrainConfig, device: torch.device, received: list[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the whole batch, piece by piece; sums of nats and hits."""
+    scored = int((batch.targets >= 0).sum())
+    nats, right = torch.zeros((), device=device), torch.zeros((), device=device)
+    for start in range(0, len(batch), run.micro):
+        if received:
+            raise Interrupted
+        part = batch.each(lambda x, start=start: x[start : start + run.micro].to(device, non_blocking=True))
+        torch.manual_seed((config.seed * 1_000_003 + run.step) * 65_537 + start)  # of dropout
+        with precision(config, device):
+            scores = run.model(
+                part.inputs, positions=part.positions, lengths=part.lengths, targets=part.targets
+            )
+        (training_loss(scores, config) / scored).backward()
+        nats += scores.nats.detach().sum()
+        right = None if right is None or scores.right is None else right + scores.right.sum()
+    return nats, right
+
+
+def training_loss(scores: Scores, config: TrainConfig) -> Tensor:
+    """Summed nats, smoothed, with the z-loss."""
+    loss = scores.nats
+    if config.label_smoothing:
+        if scores.uniform is None:
+            raise ValueError("label_smoothing does not go with an adaptive softmax (cutoffs): set it to 0.")
+        loss = loss + config.label_smoothing * (scores.uniform - loss)
+    return (loss + config.z_loss * scores.log_z.square()).sum()
+
+
+def precision(config: TrainConfig, device: torch.device) -> Any:
+    if config.precision == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext() if config.precision == "float32" else autocast(device)
+
+
+def improves(
+    run: State,
+    experiment: Experiment,
+    source: Source,
+    folder: Path,
+    data: str | Path | None,
+    metrics: Metrics,
+) -> bool:
+    """Evaluates, keeps the best model, and says whether patience lasts."""
+    patience = experiment.train.patience
+    with averaged(run):
+        report = evaluate(run.model, source.task, source.documents("validation"))
+        metrics.log({"step": run.step, "validation": {k: v for k, v in report.items() if k != "by_position"}})
+        words = "  ".join(f"{k} {report[k]:.4f}" for k in ("nats", "accuracy") if k in report)
+        if report["nats"] < run.best:
+            run.best, run.worse = report["nats"], 0
+            export(folder, run.model, experiment, data)
+            words += "  (best so far: kept)"
+        else:
+            run.worse += 1
+    metrics.say(f"step {run.step:,}: validation {words}")
+    if patience and run.worse >= patience:
+        metrics.say(f"No better in {run.worse} evaluations: stopping.")
+        return False
+    return True
+
+
+@contextmanager
+def averaged(run: State) -> Generator[None]:
+    """Puts the average of the weights into the model for a while, if there is one."""
+    if not run.average:
+        yield
+        return
+    parameters = [p.data for p in run.model.parameters()]
+    current = [p.clone() for p in parameters]
+    torch._foreach_copy_(parameters, run.average)
+    try:
+        yield
+    finally:
+        torch._foreach_copy_(parameters, current)
+
+
+def save(run: State, folder: Path, config: TrainConfig, metrics: Metrics) -> None:
+    """Writes a checkpoint; on a full disk training goes on, and the older ones stay."""
+    try:
+        save_checkpoint(folder / "checkpoints", run.step, run.checkpoint(), config.keep)
+    except Exception as error:
+        if not disk_is_full(error):
+            raise
+        metrics.say(
+            f"The disk is full: no checkpoint at step {run.step:,}. Training goes on; free some space."
+        )
+
+
+@contextmanager
+def stop_signals() -> Generator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying of them; a second SIGINT stops at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if number == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread, as in some notebooks
+        before = {}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
