@@ -12,8 +12,13 @@ setup: .venv/ready
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Learns to copy 32 tokens in reverse: half a minute on two cores. Once done, it only evaluates.
 quickstart: setup
-	$(BIN)/perceiver-ar presets
+	$(BIN)/perceiver-ar train copy-32 --out runs/quickstart --resume \
+		--model.channels 128 --model.heads 4 --model.cross-dropout 0 --model.residual-dropout 0 \
+		--train.steps 600 --train.batch-size 64 --train.learning-rate 2e-3 --train.warmup-steps 20 \
+		--train.log-every 50
+	$(BIN)/perceiver-ar evaluate runs/quickstart
 
 test: setup
 	$(BIN)/pytest

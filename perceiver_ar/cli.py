@@ -138,10 +138,11 @@ def evaluate(
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import evaluate, predict
     from perceiver_ar.report import draw, progress_bar, show
-    from perceiver_ar.run import load, open_source
+    from perceiver_ar.run import check_vocabulary, load, open_source
 
     model, experiment, before = load(run, str(pick_device(device)))
     source = open_source(experiment.task, experiment.options, data or before)
+    check_vocabulary(source, model)
     documents = source.documents(split)
     with progress_bar(not as_json) as progress:
         report = evaluate(

@@ -133,8 +133,10 @@ def predict(model: nn.Module, task: Task, document: Document, count: int) -> tup
     begin = max(0, document.stop - 1 - config.context)
     window = Window(document.tokens[begin : document.stop], begin, count)
     batch = collate([window], count, task).each(lambda x: x.to(next(model.parameters()).device))
+    training = model.training
     with torch.inference_mode():
-        logits = model(batch.inputs, positions=batch.positions, latents=count)
+        logits = model.eval()(batch.inputs, positions=batch.positions, latents=count)
+    model.train(training)
     return window.tokens[-count:], logits[0].argmax(-1).cpu().numpy()
 
 

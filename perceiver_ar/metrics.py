@@ -72,7 +72,7 @@ class Metrics:
 
     def say(self, sentence: str) -> None:
         if self.show:
-            self.progress.console.print(sentence, highlight=False)
+            self.progress.console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def forget_after(path: Path, start: int) -> None:
@@ -89,14 +89,21 @@ def forget_after(path: Path, start: int) -> None:
     path.write_text("".join(kept))
 
 
-def _logger(name: str, folder: Path) -> Any:
-    """A function that takes the numbers of a step."""
+def import_logger(name: str) -> Any:
+    """The logger's module, or None; called before a run begins, so that a missing one is said at once."""
     if name == "none":
-        return lambda numbers: None
+        return None
     try:
-        module = importlib.import_module({"tensorboard": "torch.utils.tensorboard"}.get(name, name))
+        return importlib.import_module({"tensorboard": "torch.utils.tensorboard"}.get(name, name))
     except ImportError:
         raise ValueError(f"the logger {name} is not installed: pip install {name}") from None
+
+
+def _logger(name: str, folder: Path) -> Any:
+    """A function that takes the numbers of a step."""
+    module = import_logger(name)
+    if module is None:
+        return lambda numbers: None
     if name == "tensorboard":
         writer = module.SummaryWriter(str(folder / "tensorboard"))
         return lambda numbers: [writer.add_scalar(k, v, numbers["step"]) for k, v in _scalars(numbers)]

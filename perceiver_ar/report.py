@@ -30,7 +30,9 @@ def show(report: dict[str, Any], sample: str | None) -> None:
             table.add_row(f"{int(bound):,}", f"{part['tokens']:,}", f"{part['nats']:.4f}")
         console.print(table)
     if sample is not None:
-        console.print(sample)
+        console.print(
+            f"\nThe end of a sequence that was not trained on, and what the model predicts:\n{sample}"
+        )
 
 
 def _number(key: str, value: Any) -> str:

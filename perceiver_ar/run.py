@@ -49,8 +49,8 @@ class Source:
 def open_source(task: str, options: dict[str, Any], data: str | Path | None) -> Source:
     """The store's task if there is a store, which knows what its tokens mean; else the one named."""
     if data is None:
-        found = tasks.get(task, options)
-        if not found.synthetic:
+        found = tasks.get(task, options) if tasks.is_known(task) else None
+        if found is None or not found.synthetic:
             raise ValueError(f"the task '{task}' needs data: --data with a store that `prepare` made.")
         return Source(found, None)
     store = Store.open(data)
@@ -64,7 +64,17 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
         vocabulary = source.store.vocab_size
         say(f"The store's vocabulary of {vocabulary:,} is taken instead of the preset's.")
     model = replace(experiment.model, vocab_size=vocabulary)
+    task.check(model)
     return replace(experiment, task=task.name, options=task.to_dict(), model=model)
+
+
+def check_vocabulary(source: Source, model: PerceiverAR) -> None:
+    """Refuses to evaluate a model on tokens that it does not know."""
+    store, known = source.store, model.config.vocab_size
+    if store is not None and store.vocab_size != known:
+        raise ValueError(
+            f"{store.folder} has a vocabulary of {store.vocab_size}, but the model one of {known}."
+        )
 
 
 def begin(folder: Path, experiment: Experiment, data: str | Path | None, resume: bool) -> None:

@@ -5,6 +5,7 @@ repeats an uninterrupted one and a checkpoint holds no random state.
 """
 
 import math
+import os
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -20,10 +21,10 @@ from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.data import Batch, collate
 from perceiver_ar.device import autocast, pick_device
 from perceiver_ar.embedding import Scores
-from perceiver_ar.evaluation import evaluate
+from perceiver_ar.evaluation import evaluate, predict
 from perceiver_ar.feed import Feed
 from perceiver_ar.initial import start_from
-from perceiver_ar.metrics import Metrics
+from perceiver_ar.metrics import Metrics, import_logger
 from perceiver_ar.model import Block, PerceiverAR, build
 from perceiver_ar.optim import learning_rate, make_optimizer, update_average
 from perceiver_ar.run import Source, begin, export, open_source, settle
@@ -47,6 +48,7 @@ def train(
     """
     folder, where = Path(out or Path("runs") / experiment.name), pick_device(device)
     source = open_source(experiment.task, experiment.options, data)
+    import_logger(experiment.train.logger)
     notes: list[str] = []
     experiment = settle(experiment, source, notes.append)
     experiment, weights = start_from(init, experiment)
@@ -102,6 +104,7 @@ def make_state(
 ) -> State:
     config = experiment.train
     if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
     model = build(experiment.model)
@@ -182,7 +185,8 @@ def batch_maker(run: State, source: Source, experiment: Experiment, pin: bool) -
         drawn = config.latents_drawn or (most,)
         latents = int(generator(config.seed + 1, step).choice(drawn))
         windows = run.examples.windows(config.seed, step, config.batch_size, latents)
-        batch = collate(windows, latents, source.task)
+        # No more latents than are scored: others would teach copying from latents that are not there later.
+        batch = collate(windows, max(window.scored for window in windows), source.task)
         return batch.each(Tensor.pin_memory) if pin else batch
 
     return make
@@ -277,8 +281,10 @@ def improves(
 ) -> bool:
     """Evaluates, keeps the best model, and says whether patience lasts."""
     patience = experiment.train.patience
+    documents = source.documents("validation")
     with averaged(run):
-        report = evaluate(run.model, source.task, source.documents("validation"))
+        report = evaluate(run.model, source.task, documents)
+        sample = source.task.show(*predict(run.model, source.task, documents[0], 16))
         metrics.log({"step": run.step, "validation": {k: v for k, v in report.items() if k != "by_position"}})
         words = "  ".join(f"{k} {report[k]:.4f}" for k in ("nats", "accuracy") if k in report)
         if report["nats"] < run.best:
@@ -288,6 +294,8 @@ def improves(
         else:
             run.worse += 1
     metrics.say(f"step {run.step:,}: validation {words}")
+    if sample is not None:
+        metrics.say(sample)
     if patience and run.worse >= patience:
         metrics.say(f"No better in {run.worse} evaluations: stopping.")
         return False

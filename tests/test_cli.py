@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from perceiver_ar import presets
@@ -35,6 +37,96 @@ def test_mistakes_end_with_status_2_and_no_traceback() -> None:
         assert result.returncode == 2, args
         assert "Traceback" not in result.stderr
         assert result.stdout == ""
+
+
+SMALL = (
+    "--model.channels", "16", "--model.heads", "2", "--train.steps", "4", "--train.batch-size", "4",
+    "--train.checkpoint-every", "2", "--device", "cpu",
+)  # fmt: skip
+
+
+def test_train_evaluate_and_score_work_together(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 9, size=(20, 60)))
+    prepared = run("prepare", "tokens", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "store"))
+    assert prepared.returncode == 0, prepared.stderr
+    assert "train: 19 documents, 1,159 tokens" in prepared.stdout
+    where = ("--data", str(tmp_path / "store"), "--out", str(tmp_path / "run"))
+    trained = run("train", "copy-32", *SMALL, *where)
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stdout == ""
+    assert "vocabulary of 12 is taken" in trained.stderr
+
+    plot = tmp_path / "plot.png"
+    options = ("--stride", "3", "--latents", "5", "--plot", str(plot), "--json", "--device", "cpu")
+    evaluated = run("evaluate", str(tmp_path / "run"), *options)
+    (line,) = evaluated.stdout.splitlines()
+    report = json.loads(line)
+    assert report["tokens"] == 60
+    assert report["nats"] > 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "nats" in run("evaluate", str(tmp_path / "run")).stdout
+
+    # The model folder alone, moved elsewhere, is enough.
+    (tmp_path / "run/model").rename(tmp_path / "alone")
+    np.save(tmp_path / "one.npy", np.arange(9))
+    scored = run("score", str(tmp_path / "alone"), str(tmp_path / "one.npy"))
+    assert len([float(value) for value in scored.stdout.split()]) == 9
+
+
+def test_evaluating_the_copy_task_shows_what_is_predicted(tmp_path: Path) -> None:
+    assert run("train", "copy-32", *SMALL, "--out", str(tmp_path / "run")).returncode == 0
+    shown = run("evaluate", str(tmp_path / "run")).stdout
+    assert "accuracy" in shown
+    assert "predicted" in shown
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "ids.npy", np.arange(30))
+    assert (
+        run("prepare", "tokens", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "store")).returncode == 0
+    )
+    assert run("train", "copy-32", *SMALL, "--out", str(tmp_path / "run")).returncode == 0
+    ran, out = str(tmp_path / "run"), ("--out", str(tmp_path / "new"))
+    for arguments, sentence in (
+        (("train", "copy32"), "'copy32' is not a preset; did you mean 'copy-32'?"),
+        (("train", "maestro-v3", *out), "the task 'music'"),
+        (
+            ("train", "copy-32", "--data", str(tmp_path / "empty"), *out),
+            "is not a token store: make one with",
+        ),
+        (("train", "copy-32", "--model.latents", "64", *out), "latents (64) cannot exceed the context (32)"),
+        (("train", "copy-32", "--task.length", "31", *out), "must be an even number"),
+        (("train", "copy-32", "--task.length", "64", *out), "longer than the context of 32"),
+        (("train", "copy-32", "--train.steps", "0", *out), "steps must be at least 1"),
+        (("train", "copy-32", "--device", "warp", *out), "device 'warp' cannot be used here"),
+        (("train", "copy-32", "--train.logger", "wandb", *SMALL, *out), "pip install wandb"),
+        (("train", "copy-32", *SMALL, "--out", ran), "exists already: add --resume"),
+        (
+            ("train", "copy-32", *SMALL, "--out", ran, "--resume", "--train.seed", "5"),
+            "train.seed was 0 and is 5",
+        ),
+        (("evaluate", str(tmp_path / "nowhere")), "does not exist: give the folder of a run"),
+        (("evaluate", str(tmp_path / "empty")), "is not a run that can be used: it holds no model"),
+        (("evaluate", ran, "--latents", "33"), "latents must be from 1 to 32, but is 33"),
+        (("evaluate", ran, "--stride", "17"), "stride must be from 1 to the 16 latents, but is 17"),
+        (("evaluate", ran, "--data", str(tmp_path / "store"), "--split", "test"), "has no split 'test'"),
+        (("evaluate", ran, "--data", str(tmp_path / "store")), "vocabulary of 33"),
+        (("score", ran, str(tmp_path / "ids.npy")), "the task copy has no files that could be scored"),
+        (("prepare", "tokens", str(tmp_path / "empty"), *out), "holds no .npy, .bin or .jsonl files"),
+    ):
+        result = run(*arguments)
+        assert sentence in result.stderr.replace("\n", " "), (arguments, result.stderr)
+        assert result.returncode == 2
+        assert "Traceback" not in result.stderr
+        assert not (tmp_path / "new").exists()
+
+
+def test_train_explains_itself() -> None:
+    assert "train PRESET" in run("train", "--help").stdout
+    shown = run("train", "copy-32", "--help").stdout
+    assert "--model.latents INT" in shown
+    assert "--task.centred" in shown
 
 
 def test_a_users_mistake_inside_a_command_is_one_sentence(

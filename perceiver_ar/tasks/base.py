@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perceiver_ar.config import Config
+from perceiver_ar.config import Config, ModelConfig
 from perceiver_ar.windows import Examples, Tokens
 
 PAD, EOS, BOS, FIRST = 0, 1, 2, 3
@@ -33,6 +33,9 @@ class Task(Config):
     """Whether the share of tokens that are predicted right is worth reporting."""
     synthetic: ClassVar[bool] = False
     """Whether it makes its own tokens; others read them from a store."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuses a model that cannot learn the task."""
 
     def examples(self) -> Examples:
         """Of training, where the task is synthetic."""

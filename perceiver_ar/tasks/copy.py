@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from perceiver_ar.config import ModelConfig
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens, Window, crop_end, crop_weight, generator
 
@@ -28,7 +29,7 @@ class CopyTask(Task):
     """T: tokens of a sequence, an even number."""
     centred: bool = False
     """Train on windows centred on the mirror, doubled whenever what is copied is learned."""
-    first_half: int = 64
+    first_half: int = 8
     """Tokens on each side of the mirror in the first of those windows."""
     sequences: int = 12
     """Sequences of the validation split."""
@@ -37,6 +38,13 @@ class CopyTask(Task):
         super().__post_init__()
         if self.length < 4 or self.length % 2:
             raise ValueError(f"a copy task's length must be an even number from 4, but is {self.length}.")
+
+    def check(self, model: ModelConfig) -> None:
+        if self.length > model.context:
+            raise ValueError(
+                f"a copy of {self.length} tokens is longer than the context of {model.context}: "
+                "set --model.context."
+            )
 
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         return places[..., None]

@@ -1,0 +1,119 @@
+"""Strided evaluation scores every token once, as a slow loop would."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perceiver_ar import ModelConfig, PerceiverAR, evaluate
+from perceiver_ar.evaluation import windows
+from perceiver_ar.tasks.base import Document
+from perceiver_ar.tasks.copy import CopyTask
+from perceiver_ar.tasks.tokens import TokensTask
+
+V, M, N = 20, 12, 6
+
+
+def make(**settings: Any) -> PerceiverAR:
+    config = ModelConfig(vocab_size=V, context=M, latents=N, channels=16, heads=2, layers=1, **settings)
+    model = PerceiverAR(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def documents() -> list[Document]:
+    random = np.random.default_rng(0)
+    found = [random.integers(0, V, size=n) for n in (30, 2, 7, 13, 41)]
+    return [Document(tokens, 1, len(tokens)) for tokens in found]
+
+
+def one_at_a_time(model: PerceiverAR, stride: int, latents: int, positions: bool) -> tuple[float, int]:
+    """The same windows, one forward pass and one token at a time."""
+    total, count = 0.0, 0
+    for document in documents():
+        for target in range(1, len(document.tokens)):
+            end = min(1 + math.ceil(target / stride) * stride, len(document.tokens))
+            start = max(0, end - 1 - M)
+            inputs = torch.from_numpy(document.tokens[start : end - 1])[None]
+            places = torch.arange(start, end - 1)[None] if positions else None
+            with torch.no_grad():
+                logits = model(inputs, latents=latents, positions=places)[0]
+            row = len(logits) - (end - target)
+            total -= logits[row].log_softmax(-1)[document.tokens[target]].item()
+            count += 1
+    return total, count
+
+
+@pytest.mark.parametrize("latents", [N, 3, 9])
+def test_strided_totals_equal_a_slow_loop_for_every_stride(latents: int) -> None:
+    model = make()
+    for stride in range(1, latents + 1):
+        report = evaluate(model, TokensTask(), documents(), stride=stride, latents=latents, batch_size=3)
+        total, count = one_at_a_time(model, stride, latents, positions=False)
+        assert report["tokens"] == count == 88
+        assert report["nats"] == pytest.approx(total / count, abs=1e-5)
+        assert report["bits"] == pytest.approx(total / count / math.log(2), abs=1e-5)
+
+
+def test_positions_of_a_task_go_on_through_the_document() -> None:
+    class Absolute(TokensTask):
+        def positions(self, places: np.ndarray) -> np.ndarray:
+            return places[..., None]
+
+    model = make(positions="sinusoidal")
+    report = evaluate(model, Absolute(), documents(), stride=2)
+    total, count = one_at_a_time(model, 2, N, positions=True)
+    assert report["nats"] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_the_number_of_windows_at_a_time_changes_nothing() -> None:
+    model = make()
+    found = [evaluate(model, TokensTask(), documents(), batch_size=size)["nats"] for size in (1, 4, 100)]
+    assert found == pytest.approx([found[0]] * 3, abs=1e-6)
+    assert not model.training
+
+
+def test_every_target_lies_in_exactly_one_window() -> None:
+    document = Document(np.arange(1000), 500, 990)
+    places = [place for _, where in windows(document, 64, 7) for place in where]
+    assert places == list(range(500, 990))
+    for window, where in windows(document, 64, 7):
+        assert window.tokens[-1] == where[-1]
+        assert len(window.tokens) <= 65
+
+
+def test_losses_by_position_add_up() -> None:
+    model = PerceiverAR(ModelConfig(V, 64, 32, channels=16, heads=2, layers=1))
+    document = Document(np.random.default_rng(0).integers(0, V, size=3000), 1, 3000)
+    report = evaluate(model, TokensTask(), [document])
+    counts = {bound: part["tokens"] for bound, part in report["by_position"].items()}
+    assert counts == {"512": 511, "1024": 512, "2048": 1024, "4096": 952}
+    weighted = sum(part["tokens"] * part["nats"] for part in report["by_position"].values())
+    assert weighted / report["tokens"] == pytest.approx(report["nats"])
+
+
+def test_accuracy_is_reported_where_it_means_something() -> None:
+    model = PerceiverAR(ModelConfig(259, 32, 16, channels=16, heads=2, layers=1, positions="sinusoidal"))
+    task = CopyTask(length=32)
+    report = evaluate(model, task, task.documents("validation"))
+    assert report["tokens"] == 12 * 16
+    assert 0 <= report["accuracy"] <= 1
+    assert "accuracy" not in evaluate(make(), TokensTask(), documents())
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ({"stride": 0}, "stride must be from 1 to the 6 latents, but is 0"),
+        ({"stride": 7}, "stride must be from 1 to the 6 latents, but is 7"),
+        ({"latents": 13}, "latents must be from 1 to 12, but is 13"),
+        ({"latents": 0}, "latents must be from 1 to 12, but is 0"),
+    ],
+)
+def test_impossible_choices_are_refused(choice: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        evaluate(make(), TokensTask(), documents(), **choice)

@@ -1,0 +1,462 @@
+"""Training: what it computes, and that nothing is lost whatever happens."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+import perceiver_ar.checkpoint as checkpoint_module
+import perceiver_ar.training as training_module
+from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, presets, train
+from perceiver_ar.checkpoint import checkpoints, load_checkpoint
+from perceiver_ar.optim import learning_rate
+from perceiver_ar.sealed import Damaged
+from perceiver_ar.tasks.tokens import prepare
+
+CPU = torch.device("cpu")
+
+
+def small(**settings: Any) -> Experiment:
+    """A copy task that takes milliseconds a step."""
+    model = ModelConfig(259, 16, 8, channels=16, heads=2, layers=1, positions="sinusoidal", cross_dropout=0.1)
+    defaults: dict[str, Any] = {
+        "steps": 12,
+        "batch_size": 4,
+        "warmup_steps": 4,
+        "log_every": 1,
+        "checkpoint_every": 3,
+    }
+    return Experiment("small", "copy", model, TrainConfig(**defaults | settings), {"length": 16})
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    tensors = load_checkpoint(checkpoints(run / "checkpoints")[-1], CPU).tensors
+    return {name: tensor.clone() for name, tensor in tensors.items()}  # they are mapped from the file
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+# Made by `python tests/test_training.py` on the CPU; the same with torch 2.11 and 2.13.
+GOLDEN = [
+    5.579692,
+    5.590197,
+    5.575192,
+    5.560798,
+    5.544095,
+    5.530714,
+    5.535111,
+    5.522329,
+    5.516706,
+    5.512437,
+    5.497796,
+    5.497353,
+    5.481636,
+    5.49038,
+    5.488792,
+    5.48736,
+    5.480817,
+    5.485701,
+    5.48239,
+    5.476015,
+]
+
+
+def golden_losses(folder: Path) -> list[float]:
+    """Twenty steps from weights of numpy's, since torch's own draws differ between its versions."""
+    experiment = presets.get("copy-32")
+    config = replace(experiment.model, channels=64, heads=4, residual_dropout=0.0)
+    model, random = PerceiverAR(config), np.random.default_rng(0)
+    for name, parameter in sorted(model.named_parameters()):
+        scale = (
+            1 / math.sqrt(parameter.shape[-1]) if name.endswith("weight") and parameter.dim() == 2 else 0.1
+        )
+        parameter.data = torch.from_numpy(random.normal(0, scale, parameter.shape)).float()
+    model.save_pretrained(folder / "start")
+    settings = replace(
+        experiment.train, steps=20, batch_size=64, warmup_steps=5, learning_rate=5e-3, log_every=1
+    )
+    experiment = replace(experiment, model=config, train=settings)
+    train(experiment, out=folder / "run", init=folder / "start", device="cpu", show=False)
+    return losses(folder / "run")
+
+
+def test_the_golden_loss_curve_is_reproduced(tmp_path: Path) -> None:
+    assert golden_losses(tmp_path) == pytest.approx(GOLDEN, abs=1e-4)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    train(small(ema=0.9), out=tmp_path / "whole", show=False)
+    for steps in (5, 9, 12):
+        # Cosine schedules would differ with the number of steps, so this one is constant.
+        train(small(ema=0.9, steps=steps), out=tmp_path / "parts", resume=steps > 5, show=False)
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+def test_a_deterministic_run_on_a_gpu_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    def experiment(steps: int) -> Experiment:
+        model = ModelConfig(
+            259, 512, 256, channels=256, heads=4, layers=2, cross_dropout=0.3, latent_dropout=0.1
+        )
+        settings = TrainConfig(steps=steps, batch_size=8, warmup_steps=4, log_every=1, deterministic=True)
+        return Experiment("gpu", "copy", model, settings, {"length": 512})
+
+    train(experiment(20), out=tmp_path / "whole", show=False)
+    for steps in (9, 20):
+        train(experiment(steps), out=tmp_path / "parts", resume=steps > 9, show=False)
+    torch.use_deterministic_algorithms(False)
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
+    found = []
+    for size in (None, 3, 1):
+        experiment = small(micro_batch_size=size)
+        experiment = replace(experiment, model=replace(experiment.model, cross_dropout=0.0))
+        train(experiment, out=tmp_path / str(size), show=False)
+        found.append(losses(tmp_path / str(size)))
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert found[2] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_too_large_a_batch_is_halved_into_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forward = PerceiverAR.forward
+
+    def cramped(self: PerceiverAR, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(tokens) > 1:
+            raise torch.OutOfMemoryError
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(PerceiverAR, "forward", cramped)
+    result = train(small(), out=tmp_path / "run")
+    assert result["step"] == 12
+    said = capfd.readouterr().err
+    assert "micro-batches of 2" in said
+    assert "micro-batches of 1" in said
+    assert load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state["micro"] == 1
+
+
+def test_a_sequence_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(PerceiverAR, "forward", full)
+    with pytest.raises(
+        ValueError, match=r"one sequence does not fit into memory: set --model.checkpoint-act"
+    ):
+        train(small(), out=tmp_path / "run", show=False)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = training_module.training_loss
+    calls = []
+
+    def poisoned(scores: Any, config: TrainConfig) -> torch.Tensor:
+        calls.append(None)
+        return real(scores, config) * (math.nan if len(calls) == 8 else 1)
+
+    monkeypatch.setattr(training_module, "training_loss", poisoned)
+    with pytest.raises(ValueError, match=r"step 8 \(the batch of seed 0, step 7\)"):
+        train(small(), out=tmp_path / "run", show=False)
+    kept = weights(tmp_path / "run")
+    assert all(tensor.isfinite().all() for tensor in kept.values())
+    monkeypatch.undo()
+    train(small(), out=tmp_path / "run", resume=True, show=False)
+    train(small(), out=tmp_path / "clean", show=False)
+    assert equal(weights(tmp_path / "run"), weights(tmp_path / "clean"))
+
+
+def test_a_full_disk_is_said_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write = checkpoint_module._write
+
+    def full(folder: Path, checkpoint: Any) -> None:
+        if checkpoint.state["step"] in (6, 9):
+            (folder / "half").write_bytes(b"x")
+            raise OSError(28, "No space left on device")
+        write(folder, checkpoint)
+
+    monkeypatch.setattr(checkpoint_module, "_write", full)
+    train(small(), out=tmp_path / "run")
+    assert "The disk is full: no checkpoint at step 6" in capfd.readouterr().err
+    found = checkpoints(tmp_path / "run/checkpoints")
+    assert [path.name for path in found] == ["step-00000003", "step-00000012"]
+    assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == {path.name for path in found}
+
+
+def test_the_words_of_safetensors_for_a_full_disk_are_understood() -> None:
+    # As it raised them on a full tmpfs.
+    error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert checkpoint_module.disk_is_full(error)
+    assert not checkpoint_module.disk_is_full(PermissionError(13, "Permission denied"))
+
+
+def test_every_single_bit_flip_in_a_checkpoint_is_noticed(tmp_path: Path) -> None:
+    train(small(keep=1), out=tmp_path / "run", show=False)
+    (place,) = checkpoints(tmp_path / "run/checkpoints")
+    random = np.random.default_rng(0)
+    files = sorted(place.iterdir())
+    assert len(files) == 2
+    for number in range(500):
+        path = files[number % 2]
+        good = path.read_bytes()
+        bad = bytearray(good)
+        where = int(random.integers(len(bad) * 8))
+        bad[where // 8] ^= 1 << (where % 8)
+        path.write_bytes(bad)
+        with pytest.raises(Damaged):
+            load_checkpoint(place, CPU)
+        path.write_bytes(good)
+    load_checkpoint(place, CPU)
+
+
+def test_the_newest_good_checkpoint_is_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(small(), out=tmp_path / "run", show=False)
+    whole = weights(tmp_path / "run")
+    newest = checkpoints(tmp_path / "run/checkpoints")[-1] / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    train(small(), out=tmp_path / "run", resume=True)
+    said = capfd.readouterr().err
+    assert "tensors.safetensors is missing or damaged. Trying the one before." in said
+    assert "step 10: loss" in said
+    assert equal(weights(tmp_path / "run"), whole)
+    for place in checkpoints(tmp_path / "run/checkpoints"):
+        (place / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
+        train(small(), out=tmp_path / "run", resume=True, show=False)
+
+
+def test_runs_are_begun_resumed_and_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(small(), out=tmp_path / "run", resume=True, show=False)  # nothing there: from the beginning
+    with pytest.raises(ValueError, match="exists already: add --resume to go on"):
+        train(small(), out=tmp_path / "run", show=False)
+    with pytest.raises(
+        ValueError, match=r"other settings: train.learning_rate was 0.0003 and is 0.1\. Use those"
+    ):
+        train(small(learning_rate=0.1), out=tmp_path / "run", resume=True, show=False)
+    capfd.readouterr()
+    assert train(small(log_every=2), out=tmp_path / "run", resume=True)["finished"]
+    assert "is finished: 12 steps." in capfd.readouterr().err
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_training import small
+from perceiver_ar import train
+result = train(small(steps={steps}, checkpoint_every=1), out={out!r}, resume=True)
+sys.exit(128 + result["signal"] if result["signal"] else 0)
+"""
+
+
+def child(out: Path, steps: int) -> subprocess.Popen[bytes]:
+    code = CHILD.format(tests=str(Path(__file__).parent), out=str(out), steps=steps)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=environment)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+    steps = 400
+    random = np.random.default_rng(0)
+    kills, reached = 0, []
+    while kills < 20:
+        process = child(tmp_path / "killed", steps)
+        assert process.stderr is not None
+        process.stderr.readline()  # the first step is done
+        time.sleep(random.uniform(0, 0.15))
+        assert process.poll() is None, "the run ended before it was killed twenty times"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        reached.append(len(losses(tmp_path / "killed")))
+    assert reached[-1] > reached[0]
+    for name in ("killed", "whole"):
+        process = child(tmp_path / name, steps)
+        process.communicate(timeout=120)
+        assert process.returncode == 0
+    assert equal(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves(tmp_path: Path, number: int) -> None:
+    process = child(tmp_path / "run", 100_000)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(number)
+    sent = time.monotonic()
+    said = process.communicate(timeout=60)[1].decode()
+    assert time.monotonic() - sent < 10
+    assert process.returncode == 128 + number
+    assert "go on with --resume" in said
+    state = load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state
+    assert state["step"] >= 1
+    assert (tmp_path / "run/model/model.safetensors").exists()
+
+
+def test_learning_rates_follow_the_paper() -> None:
+    constant = TrainConfig(steps=100, learning_rate=1.0, warmup_steps=10)
+    assert [learning_rate(s, constant) for s in (0, 4, 9, 10, 99)] == pytest.approx([0.1, 0.5, 1, 1, 1])
+    cosine = replace(constant, schedule="cosine")
+    assert [learning_rate(s, cosine) for s in (10, 55, 100)] == pytest.approx([1, 0.5, 0])
+    last = replace(cosine, cosine_steps=20)
+    assert [learning_rate(s, last) for s in (50, 80, 90, 100)] == pytest.approx([1, 1, 0.5, 0])
+
+
+def test_z_loss_and_label_smoothing_are_what_they_say() -> None:
+    from perceiver_ar.embedding import Scores
+
+    logits, targets = torch.randn(2, 3, 7), torch.randint(7, (2, 3))
+    log_z = logits.logsumexp(-1)
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(
+        2, 3
+    )
+    scores = Scores(nats, log_z, log_z - logits.mean(-1), None)
+    wanted = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.3
+    )
+    config = TrainConfig(label_smoothing=0.3, z_loss=0.01)
+    torch.testing.assert_close(
+        training_module.training_loss(scores, config), wanted + 0.01 * log_z.square().sum()
+    )
+
+
+def test_latents_are_drawn_anew_each_step_and_the_same_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    forward = PerceiverAR.forward
+
+    def watch(self: PerceiverAR, tokens: torch.Tensor, **kwargs: Any) -> Any:
+        seen.append(kwargs["targets"].shape[1])
+        return forward(self, tokens, **kwargs)
+
+    monkeypatch.setattr(PerceiverAR, "forward", watch)
+    train(small(latents_drawn=(2, 4, 8)), out=tmp_path / "a", show=False)
+    assert set(seen) == {2, 4, 8}
+    first, seen = list(seen), seen
+    seen.clear()
+    train(small(latents_drawn=(2, 4, 8)), out=tmp_path / "b", show=False)
+    assert seen == first
+
+
+def test_the_average_of_the_weights_is_what_is_kept(tmp_path: Path) -> None:
+    train(small(ema=0.5), out=tmp_path / "run", show=False)
+    tensors, kept = weights(tmp_path / "run"), load_file(tmp_path / "run/model/model.safetensors")
+    assert all(torch.equal(kept[name], tensors[f"average.{name}"]) for name in kept)
+    assert not torch.equal(kept["norm.weight"], tensors["model.norm.weight"])
+
+
+def test_the_best_model_is_kept_and_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter([3.0, 2.0, 2.5, 2.6, 1.0])
+    saved: list[int] = []
+    monkeypatch.setattr(training_module, "evaluate", lambda *args: {"nats": next(values), "by_position": {}})
+    export = training_module.export
+    monkeypatch.setattr(training_module, "export", lambda *args: (saved.append(1), export(*args)))
+    result = train(small(evaluate_every=2, patience=2), out=tmp_path / "run", show=False)
+    assert result["step"] == 8
+    assert len(saved) == 2
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["validation"]["nats"] for line in lines if "validation" in line] == [3.0, 2.0, 2.5, 2.6]
+
+
+def test_the_curriculum_grows_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from perceiver_ar.tasks.copy import CopyExamples
+
+    def learned(self: CopyExamples, nats: float) -> str | None:
+        return CopyExamples_learned(self, 0.0 if nats > 0 else 1.0)
+
+    CopyExamples_learned = CopyExamples.learned
+    monkeypatch.setattr(CopyExamples, "learned", learned)
+    experiment = replace(small(), options={"length": 16, "centred": True, "first_half": 2})
+    train(replace(experiment, train=replace(experiment.train, steps=2)), out=tmp_path / "run", show=False)
+    state = load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state
+    assert state["examples"] == {"half": 8}
+    train(experiment, out=tmp_path / "run", resume=True, show=False)
+    train(experiment, out=tmp_path / "whole", show=False)
+    assert equal(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_a_store_is_trained_on_and_its_vocabulary_taken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 40, size=(30, 50)))
+    prepare(tmp_path / "ids.npy", tmp_path / "store")
+    result = train(small(evaluate_every=6), data=tmp_path / "store", out=tmp_path / "run")
+    assert result["finished"]
+    assert "The store's vocabulary of 43 is taken instead of the preset's." in capfd.readouterr().err
+    assert PerceiverAR.from_pretrained(tmp_path / "run/model").config.vocab_size == 43
+
+
+def test_training_starts_from_a_trained_model(tmp_path: Path) -> None:
+    train(small(), out=tmp_path / "first", show=False)
+    trained = load_file(tmp_path / "first/model/model.safetensors")
+    longer = replace(small(steps=1, learning_rate=1e-9, warmup_steps=0), options={"length": 32})
+    longer = replace(longer, model=replace(longer.model, context=32))
+    train(longer, out=tmp_path / "second", init=tmp_path / "first", show=False)
+    started = load_file(tmp_path / "second/model/model.safetensors")
+    for name, tensor in trained.items():
+        torch.testing.assert_close(started[name], tensor, atol=1e-6, rtol=0)
+    wider = replace(small(), model=replace(small().model, channels=32))
+    with pytest.raises(ValueError, match=r"has channels 16, but 32 is asked for: set --model.channels"):
+        train(wider, out=tmp_path / "third", init=tmp_path / "first", show=False)
+    assert not (tmp_path / "third").exists()
+
+
+def test_a_longer_context_keeps_the_trained_wavelengths() -> None:
+    from perceiver_ar.initial import fit
+
+    trained = ModelConfig(259, 16, 8, channels=16, heads=2, layers=1)
+    assert fit(trained, replace(trained, context=64), "x").max_wavelength == 16
+    learned = replace(trained, positions="learned")
+    with pytest.raises(ValueError, match="learned 16 positions"):
+        fit(learned, replace(learned, context=64), "x")
+
+
+@pytest.mark.slow
+def test_copy_32_is_learned_on_the_cpu_within_two_minutes(tmp_path: Path) -> None:
+    experiment = presets.get("copy-32")
+    model = replace(experiment.model, channels=128, heads=4, cross_dropout=0.0, residual_dropout=0.0)
+    settings = replace(
+        experiment.train, steps=600, batch_size=64, warmup_steps=20, learning_rate=2e-3, evaluate_every=600
+    )
+    began = time.monotonic()
+    train(replace(experiment, model=model, train=settings), out=tmp_path / "run", device="cpu", show=False)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    report = next(line for line in map(json.loads, lines) if "validation" in line)["validation"]
+    assert report["tokens"] == 192
+    assert report["accuracy"] == 1.0
+    assert time.monotonic() - began < 120
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    print([round(value, 6) for value in golden_losses(Path(tempfile.mkdtemp()))])
