@@ -168,8 +168,9 @@ def loop(
             if due(run.step, config.checkpoint_every, config):
                 keep_all()
                 metrics.start_clock()
-    if received:
+    if run.step < config.steps:
         keep_all()
+    if received:
         metrics.say(f"Stopped at step {run.step:,}: go on with --resume.")
 
 

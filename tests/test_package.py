@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +122,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    example, *_ = blocks("python")
+    example = next(block for block in blocks("python") if "model.nats" in block)
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), {})
@@ -130,3 +132,17 @@ def test_the_readme_opens_with_the_two_commands() -> None:
     first, second, *_ = blocks("sh")[0].splitlines()
     assert first.startswith("make quickstart ")
     assert second.startswith("make test ")
+
+
+@pytest.mark.slow
+def test_the_commands_in_the_readme_run(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 9, size=(20, 60)))
+    np.save(tmp_path / "one.npy", np.arange(9))
+    commands = [line for line in blocks("sh")[1].splitlines() if line.startswith("perceiver-ar")]
+    assert len(commands) == 6
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands:
+        result = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, (command, result.stderr)
