@@ -309,3 +309,15 @@ class Experiment(Config):
     train: TrainConfig
     options: dict[str, Any] = field(default_factory=dict)
     """The task's own settings, such as an image's order."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = self.model.latents if self.model.queries == "learned" else self.model.context
+        _require(
+            all(1 <= count <= most for count in self.train.latents_drawn),
+            f"latents_drawn must be numbers from 1 to {most}.",
+        )
+        _require(
+            not (self.train.label_smoothing and self.model.cutoffs),
+            "label_smoothing does not go with an adaptive softmax (cutoffs): set it to 0.",
+        )

@@ -41,7 +41,7 @@ def train(
     device: str = "auto",
     show: bool = True,
 ) -> dict[str, Any]:
-    """Trains an experiment into a run folder; returns how far it came and the last numbers logged.
+    """Trains an experiment into a run folder; returns that folder, the step reached, and any signal.
 
     data: a token store; tasks such as copy need none. out: the folder, by default runs/NAME. init: a
     model folder to start from. show: whether to report on standard error.
@@ -63,13 +63,41 @@ def train(
         if run.step >= experiment.train.steps:
             metrics.say(f"{folder} is finished: {run.step:,} steps.")
         else:
-            loop(run, experiment, source, folder, data, metrics, received)
-    return {
-        "run": str(folder),
-        "step": run.step,
-        "finished": not received,
-        "signal": next(iter(received), None),
-    }
+            loop(Job(experiment, source, data, folder, where, metrics, received), run)
+    return {"run": str(folder), "step": run.step, "signal": next(iter(received), None)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that stays the same from step to step."""
+
+    experiment: Experiment
+    source: Source
+    data: str | Path | None
+    folder: Path
+    device: torch.device
+    metrics: Metrics
+    received: list[int]
+    """Signals that ask the run to stop."""
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.experiment.train
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.config.evaluate_every) and self.source.has("validation")
+
+    def due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self.config.steps
+
+    def stop_if_asked(self, *progress: int) -> None:
+        if self.received:
+            raise Interrupted
+
+
+class Interrupted(Exception):
+    """A signal came in the middle of a step or an evaluation, which is given up."""
 
 
 @dataclass
@@ -121,89 +149,59 @@ def make_state(
     return State(model, make_optimizer(model, config), average, examples, micro)
 
 
-def loop(
-    run: State,
-    experiment: Experiment,
-    source: Source,
-    folder: Path,
-    data: str | Path | None,
-    metrics: Metrics,
-    received: list[int],
-) -> None:
+def loop(job: Job, run: State) -> None:
     """Steps until the last, a signal, or no more patience."""
-    config = experiment.train
-    device = next(run.model.parameters()).device
-    make = batch_maker(run, source, experiment, pin=device.type == "cuda")
-
-    def keep_all() -> None:
-        save(run, folder, config, metrics)
-        if not (config.evaluate_every and source.has("validation")):
-            with averaged(run):
-                export(folder, run.model, experiment, data)
-
-    with Feed(make, run.step, config.steps) as feed:
-        metrics.start_clock()
-        while run.step < config.steps and not received:
-            try:
-                numbers = update(run, feed.take(run.step), config, device, metrics, received)
-            except Interrupted:
-                break
-            run.step += 1
-            metrics.advance(run.step)
-            changed = run.examples.learned(numbers["loss"])
-            if changed:
-                metrics.say(f"step {run.step:,}: {changed}")
-                feed.restart(run.step)
-            metrics.count(numbers.pop("scored"))
-            if due(run.step, config.log_every, config):
-                metrics.log_step(run.step, numbers, feed.take_waited())
-            if (
-                config.evaluate_every
-                and due(run.step, config.evaluate_every, config)
-                and source.has("validation")
-            ):
-                if not improves(run, experiment, source, folder, data, metrics):
+    with Feed(batch_maker(job, run), run.step, job.config.steps) as feed:
+        job.metrics.start_clock()
+        try:
+            while run.step < job.config.steps and not job.received:
+                numbers = update(job, run, feed.take(run.step))
+                run.step += 1
+                after_step(job, run, feed, numbers)
+                if job.evaluates and job.due(run.step, job.config.evaluate_every) and not improves(job, run):
                     break
-                metrics.start_clock()
-            if due(run.step, config.checkpoint_every, config):
-                keep_all()
-                metrics.start_clock()
-    if run.step < config.steps:
-        keep_all()
-    if received:
-        metrics.say(f"Stopped at step {run.step:,}: go on with --resume.")
+                if job.due(run.step, job.config.checkpoint_every):
+                    keep(job, run)
+        except Interrupted:
+            pass
+    if run.step < job.config.steps:
+        keep(job, run)
+    if job.received:
+        job.metrics.say(f"Stopped at step {run.step:,}: go on with --resume.")
 
 
-def due(step: int, every: int, config: TrainConfig) -> bool:
-    return step % every == 0 or step == config.steps
-
-
-def batch_maker(run: State, source: Source, experiment: Experiment, pin: bool) -> Callable[[int], Batch]:
+def batch_maker(job: Job, run: State) -> Callable[[int], Batch]:
     """What makes the batch of a step."""
-    config, most = experiment.train, experiment.model.latents
+    config, most = job.config, job.experiment.model.latents
 
     def make(step: int) -> Batch:
-        drawn = config.latents_drawn or (most,)
-        latents = int(generator(config.seed + 1, step).choice(drawn))
+        latents = int(generator(config.seed + 1, step).choice(config.latents_drawn or (most,)))
         windows = run.examples.windows(config.seed, step, config.batch_size, latents)
         # No more latents than are scored: others would teach copying from latents that are not there later.
-        batch = collate(windows, max(window.scored for window in windows), source.task)
-        return batch.each(Tensor.pin_memory) if pin else batch
+        batch = collate(windows, max(window.scored for window in windows), job.source.task)
+        return batch.each(Tensor.pin_memory) if job.device.type == "cuda" else batch
 
     return make
 
 
-class Interrupted(Exception):
-    """A signal came in the middle of a step, which is given up."""
+def after_step(job: Job, run: State, feed: Feed, numbers: dict[str, float]) -> None:
+    """Tells the examples and the user how the step went."""
+    job.metrics.advance(run.step)
+    job.metrics.count(numbers.pop("scored"))
+    changed = run.examples.learned(numbers["loss"])
+    if changed:
+        job.metrics.say(f"step {run.step:,}: {changed}")
+        feed.restart(run.step)
+    if job.due(run.step, job.config.log_every):
+        job.metrics.log_step(run.step, numbers, feed.take_waited())
 
 
-def update(
-    run: State, batch: Batch, config: TrainConfig, device: torch.device, metrics: Metrics, received: list[int]
-) -> dict[str, float]:
+def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
     """One optimizer step, in as large pieces as memory holds."""
+    config = job.config
     while True:
         try:
-            nats, right = accumulate(run, batch, config, device, received)
+            nats, right = accumulate(job, run, batch)
             break
         except torch.OutOfMemoryError:
             run.optimizer.zero_grad()
@@ -214,7 +212,7 @@ def update(
                 ) from None
             run.micro = (run.micro + 1) // 2
             torch.cuda.empty_cache()
-            metrics.say(f"Out of memory: going on with micro-batches of {run.micro}.")
+            job.metrics.say(f"Out of memory: going on with micro-batches of {run.micro}.")
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     scored = int((batch.targets >= 0).sum())
     numbers = {"loss": float(nats) / scored, "grad_norm": float(norm), "scored": scored}
@@ -235,15 +233,13 @@ def update(
     return {**numbers, "lr": rate, **accuracy}
 
 
-def accumulate(
-    run: State, batch: Batch, config: TrainConfig, device: torch.device, received: list[int]
-) -> tuple[Tensor, Tensor | None]:
+def accumulate(job: Job, run: State, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Gradients of the whole batch, piece by piece; sums of nats and hits."""
+    config, device = job.config, job.device
     scored = int((batch.targets >= 0).sum())
     nats, right = torch.zeros((), device=device), torch.zeros((), device=device)
     for start in range(0, len(batch), run.micro):
-        if received:
-            raise Interrupted
+        job.stop_if_asked()
         part = batch.each(lambda x, start=start: x[start : start + run.micro].to(device, non_blocking=True))
         torch.manual_seed((config.seed * 1_000_003 + run.step) * 65_537 + start)  # of dropout
         with precision(config, device):
@@ -260,8 +256,7 @@ def training_loss(scores: Scores, config: TrainConfig) -> Tensor:
     """Summed nats, smoothed, with the z-loss."""
     loss = scores.nats
     if config.label_smoothing:
-        if scores.uniform is None:
-            raise ValueError("label_smoothing does not go with an adaptive softmax (cutoffs): set it to 0.")
+        assert scores.uniform is not None
         loss = loss + config.label_smoothing * (scores.uniform - loss)
     return (loss + config.z_loss * scores.log_z.square()).sum()
 
@@ -272,33 +267,28 @@ def precision(config: TrainConfig, device: torch.device) -> Any:
     return nullcontext() if config.precision == "float32" else autocast(device)
 
 
-def improves(
-    run: State,
-    experiment: Experiment,
-    source: Source,
-    folder: Path,
-    data: str | Path | None,
-    metrics: Metrics,
-) -> bool:
+def improves(job: Job, run: State) -> bool:
     """Evaluates, keeps the best model, and says whether patience lasts."""
-    patience = experiment.train.patience
-    documents = source.documents("validation")
+    task, documents, patience = job.source.task, job.source.documents("validation"), job.config.patience
     with averaged(run):
-        report = evaluate(run.model, source.task, documents)
-        sample = source.task.show(*predict(run.model, source.task, documents[0], 16))
-        metrics.log({"step": run.step, "validation": {k: v for k, v in report.items() if k != "by_position"}})
-        words = "  ".join(f"{k} {report[k]:.4f}" for k in ("nats", "accuracy") if k in report)
+        report = evaluate(run.model, task, documents, progress=job.stop_if_asked)
+        sample = task.show(*predict(run.model, task, documents[0], 16))
+        means = {key: value for key, value in report.items() if key != "by_position"}
+        job.metrics.log({"step": run.step, "validation": means})
+        words = "  ".join(f"{key} {means[key]:.4f}" for key in ("nats", "accuracy") if key in means)
         if report["nats"] < run.best:
             run.best, run.worse = report["nats"], 0
-            export(folder, run.model, experiment, data)
+            with unless_full(job, run):
+                export(job.folder, run.model, job.experiment, job.data)
             words += "  (best so far: kept)"
         else:
             run.worse += 1
-    metrics.say(f"step {run.step:,}: validation {words}")
+    job.metrics.say(f"step {run.step:,}: validation {words}")
     if sample is not None:
-        metrics.say(sample)
+        job.metrics.say(sample)
+    job.metrics.start_clock()
     if patience and run.worse >= patience:
-        metrics.say(f"No better in {run.worse} evaluations: stopping.")
+        job.metrics.say(f"No better in {run.worse} evaluations: stopping.")
         return False
     return True
 
@@ -318,15 +308,26 @@ def averaged(run: State) -> Generator[None]:
         torch._foreach_copy_(parameters, current)
 
 
-def save(run: State, folder: Path, config: TrainConfig, metrics: Metrics) -> None:
-    """Writes a checkpoint; on a full disk training goes on, and the older ones stay."""
+def keep(job: Job, run: State) -> None:
+    """Writes a checkpoint, and the model too unless evaluations choose the best."""
+    with unless_full(job, run):
+        save_checkpoint(job.folder / "checkpoints", run.step, run.checkpoint(), job.config.keep)
+        if not job.evaluates:
+            with averaged(run):
+                export(job.folder, run.model, job.experiment, job.data)
+    job.metrics.start_clock()
+
+
+@contextmanager
+def unless_full(job: Job, run: State) -> Generator[None]:
+    """On a full disk training goes on, and what was written before stays."""
     try:
-        save_checkpoint(folder / "checkpoints", run.step, run.checkpoint(), config.keep)
+        yield
     except Exception as error:
         if not disk_is_full(error):
             raise
-        metrics.say(
-            f"The disk is full: no checkpoint at step {run.step:,}. Training goes on; free some space."
+        job.metrics.say(
+            f"The disk is full: nothing kept of step {run.step:,}. Training goes on; free some space."
         )
 
 

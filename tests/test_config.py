@@ -91,6 +91,24 @@ def test_impossible_combinations_are_refused_at_once(settings: dict[str, Any], s
         ModelConfig(**SMALL | settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"warmup_steps": -1}, "warmup_steps cannot be negative"),
+        ({"ema": 1.0}, "ema must be at least 0 and below 1"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"patience": 2}, "patience needs evaluations"),
+        ({"latents_drawn": (16, 65)}, "latents_drawn must be numbers from 1 to 64"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+    ],
+)
+def test_impossible_training_is_refused_at_once(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Experiment("mine", "copy", ModelConfig(**SMALL), TrainConfig(**settings))
+
+
 def test_every_field_is_documented_where_it_stands() -> None:
     lines = Path(config_module.__file__).read_text().splitlines()
     for config in (ModelConfig, TrainConfig):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,7 @@ def test_too_large_a_batch_is_halved_into_micro_batches(
         return forward(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(PerceiverAR, "forward", cramped)
-    result = train(small(), out=tmp_path / "run")
-    assert result["step"] == 12
+    assert train(small(), out=tmp_path / "run")["step"] == 12
     said = capfd.readouterr().err
     assert "micro-batches of 2" in said
     assert "micro-batches of 1" in said
@@ -204,7 +204,7 @@ def test_a_full_disk_is_said_and_training_goes_on(
 
     monkeypatch.setattr(checkpoint_module, "_write", full)
     train(small(), out=tmp_path / "run")
-    assert "The disk is full: no checkpoint at step 6" in capfd.readouterr().err
+    assert "The disk is full: nothing kept of step 6" in capfd.readouterr().err
     found = checkpoints(tmp_path / "run/checkpoints")
     assert [path.name for path in found] == ["step-00000003", "step-00000012"]
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == {path.name for path in found}
@@ -261,7 +261,7 @@ def test_runs_are_begun_resumed_and_refused(tmp_path: Path, capfd: pytest.Captur
     ):
         train(small(learning_rate=0.1), out=tmp_path / "run", resume=True, show=False)
     capfd.readouterr()
-    assert train(small(log_every=2), out=tmp_path / "run", resume=True)["finished"]
+    assert train(small(log_every=2), out=tmp_path / "run", resume=True)["step"] == 12
     assert "is finished: 12 steps." in capfd.readouterr().err
 
 
@@ -377,7 +377,9 @@ def test_the_average_of_the_weights_is_what_is_kept(tmp_path: Path) -> None:
 def test_the_best_model_is_kept_and_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([3.0, 2.0, 2.5, 2.6, 1.0])
     saved: list[int] = []
-    monkeypatch.setattr(training_module, "evaluate", lambda *args: {"nats": next(values), "by_position": {}})
+    monkeypatch.setattr(
+        training_module, "evaluate", lambda *args, progress: {"nats": next(values), "by_position": {}}
+    )
     export = training_module.export
     monkeypatch.setattr(training_module, "export", lambda *args: (saved.append(1), export(*args)))
     result = train(small(evaluate_every=2, patience=2), out=tmp_path / "run", show=False)
@@ -385,6 +387,30 @@ def test_the_best_model_is_kept_and_patience_ends(tmp_path: Path, monkeypatch: p
     assert len(saved) == 2
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["validation"]["nats"] for line in lines if "validation" in line] == [3.0, 2.0, 2.5, 2.6]
+
+
+def test_metrics_go_to_another_logger_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """trackio, wandb: a module with init and log."""
+    logged: list[dict[str, float]] = []
+    module = types.ModuleType("trackio")
+    module.init = lambda **about: logged.append(about)
+    module.log = logged.append
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    train(small(logger="trackio"), out=tmp_path / "run", show=False)
+    assert logged[0] == {"project": "perceiver-ar", "name": "run"}
+    assert [numbers["loss"] for numbers in logged[1:]] == losses(tmp_path / "run")
+
+
+def test_a_signal_during_an_evaluation_gives_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*args: Any, progress: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            progress(0, 1)
+
+    monkeypatch.setattr(training_module, "evaluate", endless)
+    result = train(small(evaluate_every=5), out=tmp_path / "run", show=False)
+    assert result["signal"] == signal.SIGTERM
+    assert load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state["step"] == 5
 
 
 def test_the_curriculum_grows_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,8 +435,7 @@ def test_a_store_is_trained_on_and_its_vocabulary_taken(
 ) -> None:
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 40, size=(30, 50)))
     prepare(tmp_path / "ids.npy", tmp_path / "store")
-    result = train(small(evaluate_every=6), data=tmp_path / "store", out=tmp_path / "run")
-    assert result["finished"]
+    train(small(evaluate_every=6), data=tmp_path / "store", out=tmp_path / "run")
     assert "The store's vocabulary of 43 is taken instead of the preset's." in capfd.readouterr().err
     assert PerceiverAR.from_pretrained(tmp_path / "run/model").config.vocab_size == 43
 
