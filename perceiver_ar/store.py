@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,21 +138,39 @@ def write_store(
 
 def _write_split(folder: Path, documents: Iterable[Tokens], dtype: str) -> dict[str, Any]:
     folder.mkdir(parents=True)
-    offsets, checksums, pending = [0], [], b""
+    offsets, kind = [0], np.dtype(dtype).newbyteorder("<")
     with (folder / "tokens.bin").open("wb") as file:
+        blocks = _Blocks(file)
         for document in documents:
             offsets.append(offsets[-1] + len(document))
-            pending += np.ascontiguousarray(document, dtype=np.dtype(dtype).newbyteorder("<")).tobytes()
-            while len(pending) >= BLOCK:
-                file.write(pending[:BLOCK])
-                checksums.append(zlib.crc32(pending[:BLOCK]))
-                pending = pending[BLOCK:]
-        if pending:
-            file.write(pending)
-            checksums.append(zlib.crc32(pending))
+            blocks.write(memoryview(np.ascontiguousarray(document, dtype=kind).tobytes()))
+        checksums = blocks.finish()
     meta: dict[str, Any] = {"documents": len(offsets) - 1, "tokens": offsets[-1]}
     for name, values, kind in (("offsets", offsets, "<u8"), ("checksums", checksums, "<u4")):
         data = np.array(values, dtype=kind).tobytes()
         (folder / f"{name}.bin").write_bytes(data)
         meta[f"{name}_crc32"] = zlib.crc32(data)
     return meta
+
+
+class _Blocks:
+    """Writes to a file, and takes the checksum of each block on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.checksums, self.crc, self.filled = file, [], 0, 0
+
+    def write(self, data: memoryview) -> None:
+        self.file.write(data)
+        while data:
+            part = data[: BLOCK - self.filled]
+            self.crc, self.filled, data = (
+                zlib.crc32(part, self.crc),
+                self.filled + len(part),
+                data[len(part) :],
+            )
+            if self.filled == BLOCK:
+                self.checksums.append(self.crc)
+                self.crc = self.filled = 0
+
+    def finish(self) -> list[int]:
+        return [*self.checksums, self.crc] if self.filled else self.checksums
