@@ -21,7 +21,7 @@ quickstart: setup
 	$(BIN)/perceiver-ar evaluate runs/quickstart
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 check: setup
 	$(BIN)/ruff check .

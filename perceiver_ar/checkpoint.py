@@ -1,7 +1,6 @@
 """Checkpoints: written beside and renamed, with checksums; the newest good one is read back."""
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
+from perceiver_ar.sealed import Damaged, check_version, file_digest, read_sealed, write_sealed
 
 FORMAT_VERSION = 1
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -66,7 +65,7 @@ def _flush(path: Path) -> None:
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
     save_file({name: x.detach().contiguous() for name, x in checkpoint.tensors.items()}, folder / TENSORS)
-    state = {"format_version": FORMAT_VERSION, "tensors_sha256": _sha256(folder / TENSORS)}
+    state = {"format_version": FORMAT_VERSION, "tensors_sha256": file_digest(folder / TENSORS)}
     write_sealed(folder / STATE, state | checkpoint.state)
 
 
@@ -78,27 +77,41 @@ def checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(place: Path, device: torch.device) -> Checkpoint:
     """Reads one, or raises Damaged."""
     state = read_sealed(place / STATE)
-    if not (place / TENSORS).exists() or _sha256(place / TENSORS) != state["tensors_sha256"]:
+    check_version(state["format_version"], FORMAT_VERSION, place)
+    if not (place / TENSORS).exists() or file_digest(place / TENSORS) != state["tensors_sha256"]:
         raise Damaged(f"{place / TENSORS} is missing or damaged.")
     return Checkpoint(load_file(place / TENSORS, device=str(device)), state)
 
 
 def load_newest(folder: Path, device: torch.device, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest that is good; None where there is none at all."""
-    places = checkpoints(folder)
-    for place in reversed(places):
+    """The newest that is good; None where there is none at all. Damaged ones after it are set aside."""
+    damaged: list[Path] = []
+    for place in reversed(checkpoints(folder)):
         try:
-            return load_checkpoint(place, device)
+            found = load_checkpoint(place, device)
         except Damaged as error:
             warn(f"{error} Trying the one before.")
-    if places:
+            damaged.append(place)
+            continue
+        for bad in damaged:
+            bad.rename(bad.with_name(f"damaged-{bad.name}"))
+        return found
+    if damaged:
         raise ValueError(f"no checkpoint in {folder} is whole: remove that folder to start anew.")
     return None
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def recover(folder: Path) -> None:
+    """Puts right what a crash in write_folder left: the folder before, or one half written."""
+    for old in folder.glob(".*.old"):
+        place = folder / old.name.removeprefix(".").removesuffix(".old")
+        if place.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(place)
+    for partial in folder.glob(".*.partial"):
+        if partial.is_dir():
+            shutil.rmtree(partial)
 
 
 def disk_is_full(error: BaseException) -> bool:

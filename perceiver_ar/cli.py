@@ -140,6 +140,8 @@ def evaluate(
     from perceiver_ar.report import draw, progress_bar, show
     from perceiver_ar.run import check_vocabulary, load, open_source
 
+    if plot is not None and not plot.parent.is_dir():
+        raise ValueError(f"there is no folder {plot.parent} for the plot.")
     model, experiment, before = load(run, str(pick_device(device)))
     source = open_source(experiment.task, experiment.options, data or before)
     check_vocabulary(source, model)
@@ -187,6 +189,8 @@ def score(
     model, experiment, _ = load(run, str(pick_device(device)))
     task = tasks.get(experiment.task, experiment.options)
     document = task.read(file)
+    if document.tokens.max() >= model.config.vocab_size:
+        raise ValueError(f"{file} holds tokens that the model does not know.")
     nats: list[float] = []
     for batch, _, places in score(model, task, [document], latents, stride, 8):
         for row, where in zip(batch.float().cpu(), places, strict=True):
@@ -208,6 +212,6 @@ def main() -> None:
                 description="Perceiver AR: long-context autoregressive models.",
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"perceiver-ar: {error}", file=sys.stderr)
         sys.exit(2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from perceiver_ar.store import Split
@@ -63,15 +64,21 @@ def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
 class Crops:
     """Random stretches of the documents of a store, every target about as likely as any other."""
 
-    def __init__(self, split: Split, context: int, latents: int) -> None:
+    def __init__(self, split: Split, context: int) -> None:
         self.split, self.context = split, context
-        self.cumulative = np.cumsum(crop_weight(split.lengths() - 1, latents))
+        self.weights: dict[int, NDArray[np.int64]] = {}
+        """Cumulative, for each number of latents."""
+        if not (split.lengths() > 1).any():
+            raise ValueError(f"{split.folder} holds no document of two tokens or more: nothing to train on.")
 
     def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
-        drawn = generator(seed, step).integers(self.cumulative[-1], size=size)
-        indices = np.searchsorted(self.cumulative, drawn, side="right")
+        if latents not in self.weights:
+            self.weights[latents] = np.cumsum(crop_weight(self.split.lengths() - 1, latents))
+        cumulative = self.weights[latents]
+        drawn = generator(seed, step).integers(cumulative[-1], size=size)
+        indices = np.searchsorted(cumulative, drawn, side="right")
         return [
-            self._window(index, value - (self.cumulative[index - 1] if index else 0), latents)
+            self._window(index, value - (cumulative[index - 1] if index else 0), latents)
             for index, value in zip(indices.tolist(), drawn.tolist(), strict=True)
         ]
 

@@ -91,6 +91,8 @@ def score(
 ) -> Iterator[tuple[Tensor, Tensor | None, list[range]]]:
     """Batches of nats and hits (B, N), and the places in their documents that each row scores."""
     config: Any = model.config
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
     latents = config.latents if latents is None else latents
     stride = max(1, latents // 2) if stride is None else stride
     check_choice(config, latents, stride)

@@ -29,6 +29,8 @@ def fit(trained: ModelConfig, wanted: ModelConfig, name: str) -> ModelConfig:
         if key in (*FREE, "checkpoint_activations", "max_wavelength") or getattr(wanted, key) == value:
             continue
         asked = getattr(wanted, key)
+        if key == "vocab_size":
+            raise ValueError(f"{name} knows {value} tokens, but the data have {asked}: prepare them alike.")
         raise ValueError(
             f"{name} has {key} {value}, but {asked} is asked for: set --model.{key.replace('_', '-')}."
         )

@@ -3,6 +3,7 @@
 import importlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from perceiver_ar.config import TrainConfig
+from perceiver_ar.sealed import write_whole
 
 
 class Metrics:
@@ -66,8 +68,11 @@ class Metrics:
 
     def log(self, numbers: dict[str, Any]) -> None:
         """A line of metrics.jsonl, and of the other logger."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(numbers) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(numbers) + "\n")
+        except OSError as error:
+            self.say(f"{self.path} cannot be written: {error.strerror}. Training goes on.")
         self.write_elsewhere(numbers)
 
     def say(self, sentence: str) -> None:
@@ -86,7 +91,7 @@ def forget_after(path: Path, start: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             continue
-    path.write_text("".join(kept))
+    write_whole(path, "".join(kept).encode())
 
 
 def import_logger(name: str) -> Any:
@@ -108,10 +113,13 @@ def _logger(name: str, folder: Path) -> Any:
         writer = module.SummaryWriter(str(folder / "tensorboard"))
         return lambda numbers: [writer.add_scalar(k, v, numbers["step"]) for k, v in _scalars(numbers)]
     module.init(project="perceiver-ar", name=folder.name)
-    return lambda numbers: module.log(dict(_scalars(numbers)))
+    return lambda numbers: module.log(dict(_scalars(numbers)), step=numbers["step"])
 
 
-def _scalars(numbers: dict[str, Any]) -> list[tuple[str, float]]:
-    return [
-        (key, value) for key, value in numbers.items() if isinstance(value, int | float) and key != "step"
-    ]
+def _scalars(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """All but the step, those of an evaluation as validation/nats and so on."""
+    for key, value in numbers.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{key}/")
+        elif key != "step":
+            yield prefix + key, value

@@ -4,20 +4,19 @@ Where tokens come from is settled here too: a store says what its tokens mean, a
 the task makes them itself.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from perceiver_ar import tasks
-from perceiver_ar.checkpoint import checkpoints, write_folder
+from perceiver_ar.checkpoint import write_folder
 from perceiver_ar.config import Experiment
 from perceiver_ar.data import Crops
 from perceiver_ar.evaluation import Documents
 from perceiver_ar.model import PerceiverAR
-from perceiver_ar.pretrained import Pretrained
-from perceiver_ar.sealed import read_sealed, write_sealed
+from perceiver_ar.pretrained import WEIGHTS, Pretrained
+from perceiver_ar.sealed import Damaged, check_version, digest, file_digest, read_sealed, write_sealed
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Examples
@@ -34,16 +33,14 @@ class Source:
     task: Task
     store: Store | None
 
-    def examples(self, context: int, latents: int) -> Examples:
-        if self.store is None:
-            return self.task.examples()
-        return Crops(self.store.split("train"), context, latents)
+    def examples(self, context: int) -> Examples:
+        return self.task.examples() if self.store is None else Crops(self.store.split("train"), context)
 
     def documents(self, split: str) -> Sequence[Document]:
         return self.task.documents(split) if self.store is None else Documents(self.store.split(split))
 
     def has(self, split: str) -> bool:
-        return self.store is None or split in self.store.meta["splits"]
+        return self.store is None or self.store.meta["splits"].get(split, {"tokens": 0})["tokens"] > 0
 
 
 def open_source(task: str, options: dict[str, Any], data: str | Path | None) -> Source:
@@ -65,6 +62,10 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
         say(f"The store's vocabulary of {vocabulary:,} is taken instead of the preset's.")
     model = replace(experiment.model, vocab_size=vocabulary)
     task.check(model)
+    if experiment.train.evaluate_every and not source.has("validation"):
+        raise ValueError(
+            "evaluate_every needs a validation split, which the store does not have: set it to 0."
+        )
     return replace(experiment, task=task.name, options=task.to_dict(), model=model)
 
 
@@ -77,19 +78,43 @@ def check_vocabulary(source: Source, model: PerceiverAR) -> None:
         )
 
 
-def begin(folder: Path, experiment: Experiment, data: str | Path | None, resume: bool) -> None:
+@dataclass(frozen=True)
+class Origin:
+    """Where a run's data and first weights came from."""
+
+    data: str | None
+    init: str | None
+
+    @classmethod
+    def of(cls, folder: Path, data: str | Path | None, init: str | Path | None, resume: bool) -> Self:
+        """As given; on resuming, as recorded where nothing is given."""
+        given = cls(*(None if x is None else str(Path(x).resolve()) for x in (data, init)))
+        if not (folder / "config.json").exists():
+            return given
+        if not resume:
+            raise ValueError(f"{folder} exists already: add --resume to go on, or choose another --out.")
+        recorded = read_sealed(folder / "config.json")
+        return cls(given.data or recorded["data"], given.init or recorded["init"])
+
+
+def begin(folder: Path, experiment: Experiment, source: Source, origin: Origin, resume: bool) -> None:
     """Makes the folder of a new run, or checks that an old one is the same."""
-    config = folder / "config.json"
+    config, store = folder / "config.json", source.store
+    seal = None if store is None else digest(store.meta)
     if folder.exists() and any(folder.iterdir()) and not resume:
         raise ValueError(f"{folder} exists already: add --resume to go on, or choose another --out.")
     if config.exists():
-        check_same(Experiment.from_dict(read_sealed(config)["experiment"]), experiment, folder)
+        recorded = read_sealed(config)
+        check_version(recorded["format_version"], FORMAT_VERSION, config)
+        check_same(Experiment.from_dict(recorded["experiment"]), experiment, folder)
+        if recorded["store"] != seal:
+            raise ValueError(
+                f"{folder} was begun on other data, {recorded['data']}: use those, or another --out."
+            )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    where = None if data is None else str(Path(data).resolve())
-    write_sealed(
-        config, {"format_version": FORMAT_VERSION, "experiment": experiment.to_dict(), "data": where}
-    )
+    about = {"format_version": FORMAT_VERSION, "experiment": experiment.to_dict(), "store": seal}
+    write_sealed(config, {**about, "data": origin.data, "init": origin.init})
 
 
 def check_same(before: Experiment, now: Experiment, folder: Path) -> None:
@@ -111,16 +136,13 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def export(folder: Path, model: Pretrained, experiment: Experiment, data: str | Path | None) -> None:
+def export(folder: Path, model: Pretrained, experiment: Experiment, data: str | None) -> None:
     """Writes model/: weights and config, and beside them the experiment, which names the task."""
 
     def write(beside: Path) -> None:
         model.save_pretrained(beside)
-        about = {
-            "experiment": experiment.to_dict(),
-            "data": None if data is None else str(Path(data).resolve()),
-        }
-        (beside / "experiment.json").write_text(json.dumps(about, indent=1))
+        about = {"experiment": experiment.to_dict(), "data": data, "sha256": file_digest(beside / WEIGHTS)}
+        write_sealed(beside / "experiment.json", about)
 
     write_folder(folder / "model", write)
 
@@ -132,9 +154,12 @@ def load(run: str | Path, device: str) -> tuple[PerceiverAR, Experiment, str | N
         raise ValueError(f"{folder} does not exist: give the folder of a run.")
     inner = folder / "model" if (folder / "model").is_dir() else folder
     if not (inner / "experiment.json").exists():
-        begun = (folder / "config.json").exists() and not checkpoints(folder / "checkpoints")
-        hint = "it was begun but holds no model yet" if begun else "it holds no model"
+        hint = (
+            "it was begun but has no model yet" if (folder / "config.json").exists() else "it holds no model"
+        )
         raise ValueError(f"{folder} is not a run that can be used: {hint}.")
-    about = json.loads((inner / "experiment.json").read_text())
+    about = read_sealed(inner / "experiment.json")
+    if file_digest(inner / WEIGHTS) != about["sha256"]:
+        raise Damaged(f"{inner / WEIGHTS} is damaged.")
     model = PerceiverAR.from_pretrained(inner, map_location=device)
     return model, Experiment.from_dict(about["experiment"]), about["data"]

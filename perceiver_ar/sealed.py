@@ -12,16 +12,17 @@ class Damaged(ValueError):
 
 
 def write_sealed(path: Path, data: dict[str, Any]) -> None:
-    sealed = {"sha256": _digest(data), "data": data}
-    write_whole(path, json.dumps(sealed, indent=1).encode())
+    write_whole(path, _bytes({"sha256": digest(data), "data": data}))
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
     try:
-        sealed = json.loads(path.read_bytes())
-        if sealed.keys() == {"sha256", "data"} and sealed["sha256"] == _digest(sealed["data"]):
+        raw = path.read_bytes()
+        sealed = json.loads(raw)
+        # Byte for byte: 1e-08 and 1E-08 are one bit apart, and the same number.
+        if raw == _bytes(sealed) and sealed["sha256"] == digest(sealed["data"]):
             return sealed["data"]
-    except (ValueError, AttributeError, FileNotFoundError):
+    except (ValueError, TypeError, KeyError, FileNotFoundError):
         pass
     raise Damaged(f"{path} is missing or damaged.")
 
@@ -36,5 +37,19 @@ def write_whole(path: Path, data: bytes) -> None:
     beside.replace(path)
 
 
-def _digest(data: dict[str, Any]) -> str:
+def digest(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_version(found: int, known: int, path: Path) -> None:
+    if found != known:
+        raise ValueError(f"{path} has format version {found}, but this perceiver-ar reads {known}.")
+
+
+def _bytes(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, indent=1).encode()

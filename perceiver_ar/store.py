@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
+from perceiver_ar.sealed import Damaged, check_version, read_sealed, write_sealed
 from perceiver_ar.windows import Tokens
 
 FORMAT_VERSION = 1
@@ -36,8 +36,7 @@ class Store:
         if not (folder / "meta.json").exists():
             raise ValueError(f"{folder} is not a token store: make one with `perceiver-ar prepare`.")
         meta = read_sealed(folder / "meta.json")
-        if meta["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"{folder} has format version {meta['format_version']}: prepare it again.")
+        check_version(meta["format_version"], FORMAT_VERSION, folder)
         return cls(folder, meta)
 
     @property
@@ -142,6 +141,8 @@ def _write_split(folder: Path, documents: Iterable[Tokens], dtype: str) -> dict[
     with (folder / "tokens.bin").open("wb") as file:
         blocks = _Blocks(file)
         for document in documents:
+            if not len(document):
+                raise ValueError("a document is empty: leave it out.")
             offsets.append(offsets[-1] + len(document))
             blocks.write(memoryview(np.ascontiguousarray(document, dtype=kind).tobytes()))
         checksums = blocks.finish()

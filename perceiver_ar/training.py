@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perceiver_ar.checkpoint import Checkpoint, disk_is_full, load_newest, pack, save_checkpoint, unpack
+from perceiver_ar.checkpoint import (
+    Checkpoint,
+    disk_is_full,
+    load_newest,
+    pack,
+    recover,
+    save_checkpoint,
+    unpack,
+)
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.data import Batch, collate
 from perceiver_ar.device import autocast, pick_device
@@ -27,7 +35,7 @@ from perceiver_ar.initial import start_from
 from perceiver_ar.metrics import Metrics, import_logger
 from perceiver_ar.model import Block, PerceiverAR, build
 from perceiver_ar.optim import learning_rate, make_optimizer, update_average
-from perceiver_ar.run import Source, begin, export, open_source, settle
+from perceiver_ar.run import Origin, Source, begin, export, open_source, settle
 from perceiver_ar.windows import Examples, generator
 
 
@@ -47,23 +55,23 @@ def train(
     model folder to start from. show: whether to report on standard error.
     """
     folder, where = Path(out or Path("runs") / experiment.name), pick_device(device)
-    source = open_source(experiment.task, experiment.options, data)
+    origin = Origin.of(folder, data, init, resume)
+    source = open_source(experiment.task, experiment.options, origin.data)
     import_logger(experiment.train.logger)
     notes: list[str] = []
     experiment = settle(experiment, source, notes.append)
-    experiment, weights = start_from(init, experiment)
-    begin(folder, experiment, data, resume)
+    experiment, weights = start_from(origin.init, experiment)
     run = make_state(experiment, source, where, weights)
-    restored = load_newest(folder / "checkpoints", where, notes.append) if resume else None
+    begin(folder, experiment, source, origin, resume)
+    for place in (folder, folder / "checkpoints"):
+        recover(place)
+    restored = load_newest(folder / "checkpoints", where, notes.append)
     if restored is not None:
         run.restore(restored)
     with Metrics(folder, experiment.train, run.step, show) as metrics, stop_signals() as received:
         for note in notes:
             metrics.say(note)
-        if run.step >= experiment.train.steps:
-            metrics.say(f"{folder} is finished: {run.step:,} steps.")
-        else:
-            loop(Job(experiment, source, data, folder, where, metrics, received), run)
+        loop(Job(experiment, source, origin.data, folder, where, metrics, received), run)
     return {"run": str(folder), "step": run.step, "signal": next(iter(received), None)}
 
 
@@ -73,7 +81,7 @@ class Job:
 
     experiment: Experiment
     source: Source
-    data: str | Path | None
+    data: str | None
     folder: Path
     device: torch.device
     metrics: Metrics
@@ -84,12 +92,8 @@ class Job:
     def config(self) -> TrainConfig:
         return self.experiment.train
 
-    @property
-    def evaluates(self) -> bool:
-        return bool(self.config.evaluate_every) and self.source.has("validation")
-
     def due(self, step: int, every: int) -> bool:
-        return step % every == 0 or step == self.config.steps
+        return every > 0 and step > 0 and (step % every == 0 or step == self.config.steps)
 
     def stop_if_asked(self, *progress: int) -> None:
         if self.received:
@@ -110,19 +114,25 @@ class State:
     examples: Examples
     micro: int
     step: int = 0
+    kept: int = 0
+    """Step of the newest checkpoint."""
+    evaluated: int = 0
+    """Step of the last evaluation."""
     best: float = math.inf
     worse: int = 0
     """Evaluations since the best."""
 
     def checkpoint(self) -> Checkpoint:
-        numbers = {"step": self.step, "micro": self.micro, "worse": self.worse}
+        numbers = {key: getattr(self, key) for key in ("step", "micro", "evaluated", "worse")}
         best = None if math.isinf(self.best) else self.best
         state = {**numbers, "best": best, "examples": self.examples.state}
         return Checkpoint(pack(self.model, self.optimizer, self.average), state)
 
     def restore(self, saved: Checkpoint) -> None:
         unpack(saved.tensors, self.model, self.optimizer, self.average)
-        self.step, self.micro, self.worse = (saved.state[key] for key in ("step", "micro", "worse"))
+        for key in ("step", "micro", "evaluated", "worse"):
+            setattr(self, key, saved.state[key])
+        self.kept = self.step
         self.best = math.inf if saved.state["best"] is None else saved.state["best"]
         self.examples.restore(saved.state["examples"])
 
@@ -144,30 +154,45 @@ def make_state(
             if isinstance(module, Block):
                 module.compile()
     average = [p.detach().clone() for p in model.parameters()] if config.ema else []
-    examples = source.examples(experiment.model.context, experiment.model.latents)
+    examples = source.examples(experiment.model.context)
     micro = min(config.micro_batch_size or config.batch_size, config.batch_size)
     return State(model, make_optimizer(model, config), average, examples, micro)
 
 
 def loop(job: Job, run: State) -> None:
     """Steps until the last, a signal, or no more patience."""
+    began = run.step
     with Feed(batch_maker(job, run), run.step, job.config.steps) as feed:
         job.metrics.start_clock()
         try:
-            while run.step < job.config.steps and not job.received:
+            while due_work_done(job, run) and run.step < job.config.steps:
+                job.stop_if_asked()
                 numbers = update(job, run, feed.take(run.step))
                 run.step += 1
                 after_step(job, run, feed, numbers)
-                if job.evaluates and job.due(run.step, job.config.evaluate_every) and not improves(job, run):
-                    break
-                if job.due(run.step, job.config.checkpoint_every):
-                    keep(job, run)
         except Interrupted:
-            pass
-    if run.step < job.config.steps:
+            job.metrics.say(f"Stopped at step {run.step:,}: go on with --resume.")
+        except ValueError:  # said before the update, so the weights are good
+            if run.kept < run.step:
+                keep(job, run)
+            raise
+    if run.kept < run.step:
         keep(job, run)
-    if job.received:
-        job.metrics.say(f"Stopped at step {run.step:,}: go on with --resume.")
+    if run.step == began == job.config.steps:
+        job.metrics.say(f"{job.folder} is finished: {run.step:,} steps.")
+
+
+def due_work_done(job: Job, run: State) -> bool:
+    """Evaluates and keeps what is due at this step, unless that was done; says whether patience lasts."""
+    config = job.config
+    if job.due(run.step, config.evaluate_every) and run.evaluated < run.step:
+        evaluate_step(job, run)
+    if job.due(run.step, config.checkpoint_every) and run.kept < run.step:
+        keep(job, run)
+    if config.patience and run.worse >= config.patience:
+        job.metrics.say(f"No better in {run.worse} evaluations: stopped at step {run.step:,}.")
+        return False
+    return True
 
 
 def batch_maker(job: Job, run: State) -> Callable[[int], Batch]:
@@ -220,7 +245,7 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
         raise ValueError(
             f"the loss of step {run.step + 1} (the batch of seed {config.seed}, step {run.step}) is "
             f"{numbers['loss']}, its gradient's norm {numbers['grad_norm']}: training stops before that "
-            "update. Resume from the last checkpoint with a lower learning rate."
+            "update. Start from its model with a lower learning rate: --init and another --out."
         )
     rate = learning_rate(run.step, config)
     for group in run.optimizer.param_groups:
@@ -241,7 +266,7 @@ def accumulate(job: Job, run: State, batch: Batch) -> tuple[Tensor, Tensor | Non
     for start in range(0, len(batch), run.micro):
         job.stop_if_asked()
         part = batch.each(lambda x, start=start: x[start : start + run.micro].to(device, non_blocking=True))
-        torch.manual_seed((config.seed * 1_000_003 + run.step) * 65_537 + start)  # of dropout
+        torch.manual_seed(((config.seed * 1_000_003 + run.step) * 65_537 + start) % 2**63)  # of dropout
         with precision(config, device):
             scores = run.model(
                 part.inputs, positions=part.positions, lengths=part.lengths, targets=part.targets
@@ -267,30 +292,25 @@ def precision(config: TrainConfig, device: torch.device) -> Any:
     return nullcontext() if config.precision == "float32" else autocast(device)
 
 
-def improves(job: Job, run: State) -> bool:
-    """Evaluates, keeps the best model, and says whether patience lasts."""
-    task, documents, patience = job.source.task, job.source.documents("validation"), job.config.patience
+def evaluate_step(job: Job, run: State) -> None:
+    """Evaluates on the validation split, and keeps the best model."""
+    task, documents = job.source.task, job.source.documents("validation")
     with averaged(run):
         report = evaluate(run.model, task, documents, progress=job.stop_if_asked)
         sample = task.show(*predict(run.model, task, documents[0], 16))
         means = {key: value for key, value in report.items() if key != "by_position"}
-        job.metrics.log({"step": run.step, "validation": means})
         words = "  ".join(f"{key} {means[key]:.4f}" for key in ("nats", "accuracy") if key in means)
+        run.evaluated, run.worse = run.step, run.worse + 1
         if report["nats"] < run.best:
-            run.best, run.worse = report["nats"], 0
             with unless_full(job, run):
                 export(job.folder, run.model, job.experiment, job.data)
-            words += "  (best so far: kept)"
-        else:
-            run.worse += 1
+                run.best, run.worse = report["nats"], 0
+                words += "  (best so far: kept)"
+    job.metrics.log({"step": run.step, "validation": means})
     job.metrics.say(f"step {run.step:,}: validation {words}")
     if sample is not None:
         job.metrics.say(sample)
     job.metrics.start_clock()
-    if patience and run.worse >= patience:
-        job.metrics.say(f"No better in {run.worse} evaluations: stopping.")
-        return False
-    return True
 
 
 @contextmanager
@@ -309,23 +329,26 @@ def averaged(run: State) -> Generator[None]:
 
 
 def keep(job: Job, run: State) -> None:
-    """Writes a checkpoint, and the model too unless evaluations choose the best."""
+    """Writes the model, unless evaluations choose the best, and then a checkpoint."""
     with unless_full(job, run):
-        save_checkpoint(job.folder / "checkpoints", run.step, run.checkpoint(), job.config.keep)
-        if not job.evaluates:
+        if not job.config.evaluate_every:
             with averaged(run):
                 export(job.folder, run.model, job.experiment, job.data)
+        save_checkpoint(job.folder / "checkpoints", run.step, run.checkpoint(), job.config.keep)
+        run.kept = run.step
     job.metrics.start_clock()
 
 
 @contextmanager
 def unless_full(job: Job, run: State) -> Generator[None]:
-    """On a full disk training goes on, and what was written before stays."""
+    """On a full disk training goes on, and what was written before stays; but it cannot end so."""
     try:
         yield
     except Exception as error:
         if not disk_is_full(error):
             raise
+        if run.step == job.config.steps:
+            raise ValueError("the disk is full: free some space, then --resume to write the end.") from None
         job.metrics.say(
             f"The disk is full: nothing kept of step {run.step:,}. Training goes on; free some space."
         )

@@ -46,7 +46,7 @@ def generator(seed: int, step: int) -> np.random.Generator:
 
 def crop_weight(targets: Any, latents: int) -> Any:
     """How often a document is drawn: by its targets; a short one as often as shows each alike."""
-    return np.maximum(targets, latents)
+    return np.where(np.asarray(targets) < 1, 0, np.maximum(targets, latents))
 
 
 def crop_end(drawn: int, targets: int, latents: int) -> int:

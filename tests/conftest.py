@@ -1,11 +1,12 @@
-"""Shared by all tests: seeds, and where the real data lie."""
+"""Shared by all tests: one seed, one thread a worker."""
 
-from pathlib import Path
+import os
 
 import pytest
 import torch
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # one worker a core
 
 
 @pytest.fixture(autouse=True)

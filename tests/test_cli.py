@@ -71,6 +71,18 @@ def test_train_evaluate_and_score_work_together(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", np.arange(9))
     scored = run("score", str(tmp_path / "alone"), str(tmp_path / "one.npy"))
     assert len([float(value) for value in scored.stdout.split()]) == 9
+    np.save(tmp_path / "beyond.npy", np.arange(10))
+    beyond = run("score", str(tmp_path / "alone"), str(tmp_path / "beyond.npy"))
+    assert beyond.returncode == 2
+    assert "tokens that the model does not know" in beyond.stderr
+    assert run("score", str(tmp_path / "alone"), str(tmp_path / "missing.npy")).returncode == 2
+
+    weights = bytearray((tmp_path / "alone/model.safetensors").read_bytes())
+    weights[-5] ^= 1
+    (tmp_path / "alone/model.safetensors").write_bytes(weights)
+    damaged = run("evaluate", str(tmp_path / "alone"))
+    assert damaged.returncode == 2
+    assert "model.safetensors is damaged" in damaged.stderr
 
 
 def test_evaluating_the_copy_task_shows_what_is_predicted(tmp_path: Path) -> None:
@@ -113,7 +125,13 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         (("evaluate", ran, "--data", str(tmp_path / "store"), "--split", "test"), "has no split 'test'"),
         (("evaluate", ran, "--data", str(tmp_path / "store")), "vocabulary of 33"),
         (("score", ran, str(tmp_path / "ids.npy")), "the task copy has no files that could be scored"),
+        (("evaluate", ran, "--split", "test"), "the copy task has no split 'test'"),
+        (("evaluate", ran, "--batch-size", "0"), "batch_size must be at least 1"),
+        (("evaluate", ran, "--plot", str(tmp_path / "no/x.png")), "there is no folder"),
+        (("train", "copy-32", *SMALL, "--out", str(tmp_path / "ids.npy")), "ids.npy"),
         (("prepare", "tokens", str(tmp_path / "empty"), *out), "holds no .npy, .bin or .jsonl files"),
+        (("prepare", "tokens", str(tmp_path / "odd.bin"), *out), "3 bytes, which are not ids of type uint16"),
+        (("prepare", "tokens", str(tmp_path / "none.jsonl"), *out), "holds no documents"),
     ):
         result = run(*arguments)
         assert sentence in result.stderr.replace("\n", " "), (arguments, result.stderr)

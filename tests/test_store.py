@@ -98,9 +98,10 @@ def test_an_interrupted_store_does_not_look_whole(tmp_path: Path) -> None:
 
 def test_a_sealed_file_notices_any_change(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    write_sealed(path, {"a": [1, 2.5, None], "b": {"c": "text"}})
+    data = {"a": [1, 1e-08, None], "b": {"c": "t\u00e9xt"}}
+    write_sealed(path, data)
     good = path.read_bytes()
-    assert read_sealed(path) == {"a": [1, 2.5, None], "b": {"c": "text"}}
+    assert read_sealed(path) == data
     for place in range(len(good) * 8):
         bad = bytearray(good)
         bad[place // 8] ^= 1 << (place % 8)

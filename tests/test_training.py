@@ -22,8 +22,11 @@ import perceiver_ar.checkpoint as checkpoint_module
 import perceiver_ar.training as training_module
 from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, presets, train
 from perceiver_ar.checkpoint import checkpoints, load_checkpoint
+from perceiver_ar.data import Crops
 from perceiver_ar.optim import learning_rate
 from perceiver_ar.sealed import Damaged
+from perceiver_ar.store import Split
+from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.tokens import prepare
 
 CPU = torch.device("cpu")
@@ -289,8 +292,9 @@ def test_twenty_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     while kills < 20:
         process = child(tmp_path / "killed", steps)
         assert process.stderr is not None
-        process.stderr.readline()  # the first step is done
-        time.sleep(random.uniform(0, 0.15))
+        if kills % 5:
+            process.stderr.readline()  # the first step is done
+        time.sleep(random.uniform(0, 0.15 if kills % 5 else 3))  # or at any moment of the start
         assert process.poll() is None, "the run ended before it was killed twenty times"
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -303,6 +307,8 @@ def test_twenty_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
         assert process.returncode == 0
     assert equal(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    models = [load_file(tmp_path / name / "model/model.safetensors") for name in ("killed", "whole")]
+    assert equal(*models)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -361,9 +367,10 @@ def test_latents_are_drawn_anew_each_step_and_the_same_when_resumed(
     monkeypatch.setattr(PerceiverAR, "forward", watch)
     train(small(latents_drawn=(2, 4, 8)), out=tmp_path / "a", show=False)
     assert set(seen) == {2, 4, 8}
-    first, seen = list(seen), seen
+    first = list(seen)
     seen.clear()
-    train(small(latents_drawn=(2, 4, 8)), out=tmp_path / "b", show=False)
+    for steps in (5, 12):
+        train(small(latents_drawn=(2, 4, 8), steps=steps), out=tmp_path / "b", resume=steps > 5, show=False)
     assert seen == first
 
 
@@ -394,23 +401,159 @@ def test_metrics_go_to_another_logger_too(tmp_path: Path, monkeypatch: pytest.Mo
     logged: list[dict[str, float]] = []
     module = types.ModuleType("trackio")
     module.init = lambda **about: logged.append(about)
-    module.log = logged.append
+    module.log = lambda numbers, step: logged.append(numbers | {"step": step})
     monkeypatch.setitem(sys.modules, "trackio", module)
-    train(small(logger="trackio"), out=tmp_path / "run", show=False)
+    train(small(logger="trackio", evaluate_every=6), out=tmp_path / "run", show=False)
     assert logged[0] == {"project": "perceiver-ar", "name": "run"}
-    assert [numbers["loss"] for numbers in logged[1:]] == losses(tmp_path / "run")
+    steps = [numbers for numbers in logged if "loss" in numbers]
+    assert [numbers["loss"] for numbers in steps] == losses(tmp_path / "run")
+    assert [numbers["step"] for numbers in steps] == list(range(1, 13))
+    assert [numbers["step"] for numbers in logged if "validation/nats" in numbers] == [6, 12]
 
 
-def test_a_signal_during_an_evaluation_gives_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def endless(*args: Any, progress: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        while True:
-            progress(0, 1)
+def validations(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["validation"]["nats"] for line in lines if "validation" in line}
 
-    monkeypatch.setattr(training_module, "evaluate", endless)
-    result = train(small(evaluate_every=5), out=tmp_path / "run", show=False)
-    assert result["signal"] == signal.SIGTERM
-    assert load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state["step"] == 5
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_evaluation_given_up_for_a_signal_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    real, calls = training_module.evaluate, []
+
+    def interrupted(*args: Any, progress: Any) -> Any:
+        calls.append(None)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, progress=progress)
+
+    settings = small(evaluate_every=5, checkpoint_every=1000)
+    monkeypatch.setattr(training_module, "evaluate", interrupted)
+    assert train(settings, out=tmp_path / "run", show=False)["signal"] == signal.SIGTERM
+    assert len(calls) == at
+    train(settings, out=tmp_path / "run", resume=True, show=False)
+    monkeypatch.undo()
+    train(settings, out=tmp_path / "whole", show=False)
+    assert validations(tmp_path / "run") == validations(tmp_path / "whole")
+    assert list(validations(tmp_path / "run")) == [5, 10, 12]
+    kept, whole = (load_file(tmp_path / name / "model/model.safetensors") for name in ("run", "whole"))
+    assert equal(kept, whole)
+
+
+def test_damaged_checkpoints_are_set_aside_and_never_outlive_good_ones(tmp_path: Path) -> None:
+    train(small(steps=6), out=tmp_path / "run", show=False)
+    newest = checkpoints(tmp_path / "run/checkpoints")[-1]
+    (newest / "state.json").write_text("{}")
+    train(small(steps=6, keep=1), out=tmp_path / "run", resume=True, show=False)
+    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert names == {"step-00000006", "damaged-step-00000006"}
+    load_checkpoint(tmp_path / "run/checkpoints/step-00000006", CPU)
+
+
+def test_a_crash_between_the_renames_loses_nothing(tmp_path: Path) -> None:
+    train(small(steps=6, keep=1), out=tmp_path / "run", show=False)
+    whole = weights(tmp_path / "run")
+    folder = tmp_path / "run/checkpoints"
+    (folder / "step-00000006").rename(folder / ".step-00000006.old")
+    (folder / ".step-00000006.partial").mkdir()
+    (tmp_path / "run/model").rename(tmp_path / "run/.model.old")
+    train(small(steps=6, keep=1), out=tmp_path / "run", resume=True, show=False)
+    assert equal(weights(tmp_path / "run"), whole)
+    assert [path.name for path in folder.iterdir()] == ["step-00000006"]
+    assert (tmp_path / "run/model/model.safetensors").exists()
+
+
+def test_a_full_disk_at_the_end_is_an_error_that_resuming_mends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "_write", full)
+    with pytest.raises(ValueError, match="the disk is full: free some space, then --resume"):
+        train(small(), out=tmp_path / "run", show=False)
+    monkeypatch.undo()
+    assert train(small(), out=tmp_path / "run", resume=True, show=False)["step"] == 12
+
+
+def test_data_and_first_weights_are_remembered(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 1)):
+        np.save(tmp_path / f"{name}.npy", np.random.default_rng(seed).integers(0, 40, size=(30, 50)))
+        prepare(tmp_path / f"{name}.npy", tmp_path / name, vocab_size=40)
+    train(small(steps=3), data=tmp_path / "a", out=tmp_path / "first", show=False)
+    arguments = {"data": tmp_path / "a", "init": tmp_path / "first"}
+    train(small(), **arguments, out=tmp_path / "whole", show=False)
+    train(small(steps=4), **arguments, out=tmp_path / "parts", show=False)
+    train(small(), out=tmp_path / "parts", resume=True, show=False)  # both are in config.json
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    with pytest.raises(ValueError, match="was begun on other data"):
+        train(small(), data=tmp_path / "b", out=tmp_path / "parts", resume=True, show=False)
+
+
+def test_what_was_trained_is_kept_when_the_store_turns_out_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(40))
+    prepare(tmp_path / "ids.npy", tmp_path / "store")
+    calls = []
+    read = Split.read
+
+    def failing(self: Split, *args: Any) -> Any:
+        calls.append(None)
+        if len(calls) > 30:
+            raise Damaged("tokens.bin is damaged")
+        return read(self, *args)
+
+    monkeypatch.setattr(Split, "read", failing)
+    with pytest.raises(Damaged):
+        train(small(checkpoint_every=1000), data=tmp_path / "store", out=tmp_path / "run", show=False)
+    assert load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state["step"] == 7
+
+
+def test_a_run_out_of_patience_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(
+        training_module, "evaluate", lambda *args, progress: {"nats": next(values), "by_position": {}}
+    )
+    for resume in (False, True):
+        result = train(small(evaluate_every=2, patience=2), out=tmp_path / "run", resume=resume, show=False)
+        assert result["step"] == 6
+
+
+def test_windows_grow_to_the_whole_whatever_its_length() -> None:
+    examples = CopyTask(length=100, centred=True).examples()
+    while examples.learned(0.0):
+        pass
+    assert examples.half == 50
+    assert examples.windows(0, 0, 1, 64)[0].tokens[0] == 2  # BOS
+
+
+def test_crops_show_every_target_about_as_often() -> None:
+    store = np.arange(3, 515)
+
+    class OneDocument:
+        folder = "x"
+
+        def lengths(self) -> np.ndarray:
+            return np.array([len(store)])
+
+        def length(self, index: int) -> int:
+            return len(store)
+
+        def read(self, index: int, start: int, end: int) -> np.ndarray:
+            return store[start:end]
+
+    crops = Crops(OneDocument(), 128)
+    for latents in (16, 64, 1024):
+        seen = np.zeros(len(store))
+        for step in range(40):
+            for window in crops.windows(0, step, 100, latents):
+                end = window.offset + len(window.tokens)
+                seen[end - window.scored : end] += 1
+        targets = seen[1:]
+        assert targets.min() > 0.3 * np.median(targets)
+        assert targets.max() < 1.8 * np.median(targets)
 
 
 def test_the_curriculum_grows_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

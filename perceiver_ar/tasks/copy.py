@@ -38,6 +38,8 @@ class CopyTask(Task):
         super().__post_init__()
         if self.length < 4 or self.length % 2:
             raise ValueError(f"a copy task's length must be an even number from 4, but is {self.length}.")
+        if self.first_half < 1 or self.sequences < 1:
+            raise ValueError("first_half and sequences of a copy task must be at least 1.")
 
     def check(self, model: ModelConfig) -> None:
         if self.length > model.context:
@@ -54,6 +56,8 @@ class CopyTask(Task):
 
     def documents(self, split: str) -> list[Document]:
         """The sequences that are evaluated; scored from the middle on."""
+        if split != "validation":
+            raise ValueError(f"the copy task has no split '{split}'; it has validation.")
         half = self.length // 2
         return [
             Document(mirrored(generator(VALIDATION_SEED, index), half, whole=True), half, self.length)
@@ -98,9 +102,9 @@ class CopyExamples:
 
     def learned(self, nats: float) -> str | None:
         """Doubles the window once a step's loss is below 0.1 nats."""
-        if nats >= 0.1 or 2 * self.half > self.task.length // 2:
+        if nats >= 0.1 or self.half == self.task.length // 2:
             return None
-        self.half *= 2
+        self.half = min(2 * self.half, self.task.length // 2)
         return f"now {self.half:,} tokens on each side of the mirror"
 
     @property

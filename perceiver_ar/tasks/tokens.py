@@ -20,10 +20,10 @@ class TokensTask(Task):
     name: ClassVar[str] = "tokens"
 
     def read(self, path: Path) -> Document:
-        first, *others = [encode(ids) for ids in read_ids(path, "uint16")]
-        if others:
-            raise ValueError(f"{path} holds {1 + len(others)} documents: give a file of one.")
-        return Document(first, 1, len(first))
+        found = [encode(ids) for ids in read_ids(path, "uint16")]
+        if len(found) != 1:
+            raise ValueError(f"{path} holds {len(found)} documents: give a file of one.")
+        return Document(found[0], 1, len(found[0]))
 
 
 def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:
@@ -34,7 +34,10 @@ def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:
             raise ValueError(f"{path} has {array.ndim} dimensions: give ids of one document, or a row each.")
         yield from (check_ids(row, str(path)) for row in np.atleast_2d(array))
     elif path.suffix == ".bin":
-        ids: Any = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+        size, kind = path.stat().st_size, np.dtype(dtype).newbyteorder("<")
+        if not size or size % kind.itemsize:
+            raise ValueError(f"{path} has {size} bytes, which are not ids of type {dtype}: set --dtype.")
+        ids: Any = np.memmap(path, dtype=kind, mode="r")
         yield check_ids(ids, str(path))
     elif path.suffix == ".jsonl":
         with path.open() as lines:
@@ -60,6 +63,8 @@ def check_ids(ids: Tokens, where: str) -> Tokens:
         raise ValueError(f"{where} does not hold a list of whole numbers.")
     if ids.min() < 0:
         raise ValueError(f"{where} holds the negative id {ids.min()}.")
+    if ids.max() >= 2**32 - FIRST:
+        raise ValueError(f"{where} holds the id {ids.max()}, but ids must be below 2**32 - {FIRST}.")
     return ids
 
 
@@ -94,6 +99,9 @@ def prepare(
         splits = {name: list(_documents(folder, dtype)) for name, folder in named.items()}
     else:
         splits = divide(list(_documents(source, dtype)), validation)
+    for name, documents in splits.items():
+        if not documents:
+            raise ValueError(f"{source} holds no documents for the split '{name}'.")
     largest = max(int(ids.max()) for documents in splits.values() for ids in documents)
     if vocab_size is not None and largest >= vocab_size:
         raise ValueError(f"{source} holds the id {largest}, beyond the vocabulary of {vocab_size}.")
@@ -108,7 +116,7 @@ def _documents(source: Path, dtype: str) -> Iterator[Tokens]:
 
 def divide(documents: list[Tokens], validation: float) -> dict[str, list[Tokens]]:
     """Every so many documents for validation; of a single one its end."""
-    if not validation:
+    if not validation or not documents:
         return {"train": documents}
     if len(documents) == 1:
         (ids,) = documents
