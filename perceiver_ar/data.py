@@ -26,13 +26,18 @@ class Batch:
 
     inputs: Tensor  # (B, M)
     targets: Tensor  # (B, N), UNSCORED where nothing counts
-    positions: Tensor | None  # (B, M, A); None: from 0 at the first real input
+    positions: Tensor | None  # (B or 1, M, A); None: from 0 at the first real input
     lengths: Tensor | None  # (B,); None: nothing is padded
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """The same change to every part."""
         parts: list[Any] = [self.inputs, self.targets, self.positions, self.lengths]
         return Batch(*(x if x is None else change(x) for x in parts))
+
+    def rows(self, start: int, stop: int) -> "Batch":
+        """Some of its examples; positions that all share stay as they are."""
+        shared = len(self) > 1
+        return self.each(lambda x: x if shared and len(x) == 1 else x[start:stop])
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -52,7 +57,8 @@ def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
         places[row, first:] = w.offset + np.arange(lengths[row])
         assert 1 <= w.scored <= min(count, lengths[row])
         targets[row, count - w.scored :] = w.tokens[-w.scored :]
-    positions = task.positions(places)
+    # Where all rows stand at the same places, their positions are computed once.
+    positions = task.positions(places[:1] if (places == places[0]).all() else places)
     return Batch(
         torch.from_numpy(inputs),
         torch.from_numpy(targets),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import every_flip_is_noticed
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -223,20 +224,9 @@ def test_the_words_of_safetensors_for_a_full_disk_are_understood() -> None:
 def test_every_single_bit_flip_in_a_checkpoint_is_noticed(tmp_path: Path) -> None:
     train(small(keep=1), out=tmp_path / "run", show=False)
     (place,) = checkpoints(tmp_path / "run/checkpoints")
-    random = np.random.default_rng(0)
     files = sorted(place.iterdir())
     assert len(files) == 2
-    for number in range(500):
-        path = files[number % 2]
-        good = path.read_bytes()
-        bad = bytearray(good)
-        where = int(random.integers(len(bad) * 8))
-        bad[where // 8] ^= 1 << (where % 8)
-        path.write_bytes(bad)
-        with pytest.raises(Damaged):
-            load_checkpoint(place, CPU)
-        path.write_bytes(good)
-    load_checkpoint(place, CPU)
+    every_flip_is_noticed(files, 500, lambda: load_checkpoint(place, CPU))
 
 
 def test_the_newest_good_checkpoint_is_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
