@@ -66,7 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: 
 
 
 def _kernel(q: Tensor, k: Tensor, visible: Tensor | None) -> Callable[..., Tensor]:
-    """The fastest kernel for this device and shape (figures: docs/log.md)."""
+    """The fastest kernel for this device and shape (the CPU's figures: docs/log.md)."""
     queries, keys, width = q.shape[2], k.shape[2], q.shape[-1]
     if visible is None and (queries == 1 or queries == keys):
         return _attend_square
@@ -117,7 +117,7 @@ def _attend_square(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) ->
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-# cuDNN runs the square self-attends 1.5 times as fast as flash on Hopper.
+# cuDNN first: on Hopper it is faster than flash on squares (figures of the brief: benchmarks/RESULTS.md).
 _CUDA_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
