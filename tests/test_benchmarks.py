@@ -1,0 +1,28 @@
+"""The benchmark runs, and says what it measured."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from perceiver_ar import ModelConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.__main__ import Size, time_training  # noqa: E402
+
+
+def test_a_training_step_is_timed() -> None:
+    size = Size(ModelConfig(259, 32, 8, channels=16, heads=2, layers=1), batch=2)
+    result = time_training(size, torch.device("cpu"), repeats=2, compiled=False, cross_dropout=0.5)
+    assert 0 < result["spread"][0] <= result["sequences_per_second"] <= result["spread"][1]
+    assert result["device"] == "cpu"
+
+
+def test_a_misspelt_size_is_refused() -> None:
+    command = [sys.executable, "-m", "benchmarks", "latop"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "benchmarks: 'latop' is not a size; did you mean 'laptop'?\n"
