@@ -134,6 +134,13 @@ class ModelConfig(Config):
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 
+    def check_latents(self, latents: int | None) -> int:
+        """How many latents a call uses: as asked, if that can be; by default as many as in training."""
+        most = self.latents if self.queries == "learned" else self.context
+        if latents is not None and not 1 <= latents <= most:
+            raise ValueError(f"latents must be from 1 to {most}, but is {latents}.")
+        return self.latents if latents is None else latents
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in (

@@ -93,9 +93,10 @@ def score(
     config: Any = model.config
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
-    latents = config.latents if latents is None else latents
+    latents = config.check_latents(latents)
     stride = max(1, latents // 2) if stride is None else stride
-    check_choice(config, latents, stride)
+    if not 1 <= stride <= latents:
+        raise ValueError(f"stride must be from 1 to the {latents} latents, but is {stride}.")
     device, training = next(model.parameters()).device, model.training
     found = (pair for document in documents for pair in windows(document, config.context, stride))
     model.eval()
@@ -109,15 +110,6 @@ def score(
             yield scores.nats, scores.right, [places for _, places in chunk]
     finally:
         model.train(training)
-
-
-def check_choice(config: Any, latents: int, stride: int) -> None:
-    """Refuses numbers of latents and strides that the model cannot do."""
-    most = config.latents if config.queries == "learned" else config.context
-    if not 1 <= latents <= most:
-        raise ValueError(f"latents must be from 1 to {most}, but is {latents}.")
-    if not 1 <= stride <= latents:
-        raise ValueError(f"stride must be from 1 to the {latents} latents, but is {stride}.")
 
 
 def windows(document: Document, context: int, stride: int) -> Iterator[tuple[Window, range]]:

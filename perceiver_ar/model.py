@@ -22,8 +22,8 @@ from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
 from perceiver_ar.layers import Linear, Vectors
 from perceiver_ar.pretrained import Pretrained
 
-Rotations = tuple[Rotation, Rotation]
-"""Of the queries and of the keys."""
+Turns = tuple[Rotation | None, Rotation | None]
+"""Of the queries and of the keys; None where positions are not rotary."""
 
 
 class MLP(nn.Module):
@@ -48,7 +48,7 @@ class Block(nn.Module):
     def __init__(self, channels: int, heads: int, dropout: float, input_width: int | None = None) -> None:
         super().__init__()
         width = input_width or channels
-        self.heads, self.head_width = heads, width // heads
+        self.heads = heads
         self.norm = nn.LayerNorm(channels)
         self.input_norm = nn.LayerNorm(width) if input_width else None
         self.query = Linear(channels, width)
@@ -63,24 +63,31 @@ class Block(nn.Module):
         self,
         z: Tensor,
         inputs: Tensor | None,
-        rotations: Rotations | None,
+        turns: Turns,
         visible: Tensor | None,
         own: bool = False,
     ) -> Tensor:
-        q, k, v = self.project(z, inputs, rotations)
+        q, k, v = self.project(z, inputs, turns)
         return self.update(z, attend(q, k, v, visible, own))
 
-    def project(
-        self, z: Tensor, inputs: Tensor | None, rotations: Rotations | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, z: Tensor, inputs: Tensor | None, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the latents (B, N, C); keys and values of the inputs (B, M, E) or the latents."""
         latents = self.norm(z)
-        source = latents if self.input_norm is None else self.input_norm(inputs)
-        q, k, v = self.query(latents), self.key(source), self.value(source)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
-        if rotations is not None:
-            q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
-        return q, k, v
+        source = latents if inputs is None else inputs
+        return self.ask(latents, turns[0]), *self.keys_values(source, turns[1])
+
+    def ask(self, latents: Tensor, turn: Rotation | None) -> Tensor:
+        """Queries of the latents behind their layer norm."""
+        return self._heads(self.query(latents), turn)
+
+    def keys_values(self, inputs: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Those of the inputs; in a self-attend, of the latents behind their layer norm."""
+        source = inputs if self.input_norm is None else self.input_norm(inputs)
+        return self._heads(self.key(source), turn), self._heads(self.value(source), None)
+
+    def _heads(self, x: Tensor, turn: Rotation | None) -> Tensor:
+        x = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, T, H * K) -> (B, H, T, K)
+        return x if turn is None else rotate(x, turn)
 
     def update(self, z: Tensor, attended: Tensor) -> Tensor:
         """Adds what was attended to, (B, H, N, K), and then the MLP of the sum."""
@@ -101,12 +108,12 @@ class Queries(nn.Module):
         if config.queries in ("learned", "learned-shared"):
             self.learned = Vectors(config.latents if config.queries == "learned" else 1, config.channels)
 
-    def forward(self, inputs: Tensor, lengths: Tensor | None) -> Tensor:
-        # (B, N, E) -> (B, N, C)
+    def forward(self, inputs: Tensor, numbers: Tensor) -> Tensor:
+        # (B, N, E), (B or 1, N) -> (B, N, C)
         if self.style == "learned-shared":
             return self.learned.weight.expand(*inputs.shape[:2], -1)
         if self.style == "learned":
-            return self.learned.weight[_numbers(inputs, lengths)]
+            return self.learned.weight[numbers].expand(inputs.shape[0], -1, -1)
         z = inputs if self.style == "inputs" else self.linear(inputs)
         if self.style == "mlp":
             for layer in self.mlp:
@@ -114,10 +121,9 @@ class Queries(nn.Module):
         return z
 
 
-def _numbers(latents: Tensor, lengths: Tensor | None) -> Tensor:
-    """0, 1, ... from the first real latent on, so that adding a latent renumbers none: (B, N)."""
-    batch, count = latents.shape[:2]
-    numbers = torch.arange(count, device=latents.device).expand(batch, -1)
+def latent_numbers(count: int, lengths: Tensor | None, device: torch.device) -> Tensor:
+    """0, 1, ... from the first real latent on, so that adding a latent renumbers none: (B or 1, N)."""
+    numbers = torch.arange(count, device=device)[None]
     if lengths is None:
         return numbers
     return (numbers - (count - lengths[:, None]).clamp(min=0)).clamp(min=0)
@@ -184,7 +190,7 @@ class PerceiverAR(Pretrained):
             latents, targets = targets.shape[1], targets.long()
         count = self._count(tokens, latents)
         tokens, lengths = tokens.long(), _check_lengths(tokens, lengths)
-        positions = self._positions(tokens, positions, lengths)
+        positions = self.place(tokens, positions, lengths)
         z = self.norm(self._latents(tokens, positions, count, lengths))
         if targets is None:
             return self.output(z, self.embedding.tokens)
@@ -197,13 +203,10 @@ class PerceiverAR(Pretrained):
         config, inputs = self.config, tokens.shape[1]
         if not 1 <= inputs <= config.context:
             raise ValueError(f"{inputs} inputs given, but the model takes from 1 to {config.context}.")
-        most = config.latents if config.queries == "learned" else config.context
-        if latents is not None and not 1 <= latents <= most:
-            raise ValueError(f"latents must be from 1 to {most}, but is {latents}.")
-        return min(config.latents if latents is None else latents, inputs)
+        return min(config.check_latents(latents), inputs)
 
-    def _positions(self, tokens: Tensor, positions: Tensor | None, lengths: Tensor | None) -> Tensor:
-        """Positions as (B or 1, M, A)."""
+    def place(self, tokens: Tensor, positions: Tensor | None, lengths: Tensor | None) -> Tensor:
+        """Where tokens (B, M) stand, (B or 1, M, A): as told, or counted from the first real one."""
         axes = max(1, len(self.config.axes))
         if positions is None:
             if self.config.axes:
@@ -237,23 +240,28 @@ class PerceiverAR(Pretrained):
             visible = _hide_last(visible, tokens, count, config.cross_dropout)
 
         inputs = self.embedding(tokens, positions)  # (B, M, E)
-        z = self.queries(inputs[:, -count:], lengths)
-        rotations = self._rotations(self.cross_attend, latents_positions, positions)
-        z = self._run(self.cross_attend, z, inputs, rotations, visible)
-        for index, block in enumerate(self.self_attends):
-            if index == 0:  # the same for all of them
-                rotations = self._rotations(block, latents_positions, latents_positions)
-            z = self._run(block, z, None, rotations, latents_visible, drop_latents)
+        z = self.queries(inputs[:, -count:], latent_numbers(count, lengths, tokens.device))
+        turns = self.cross_turn(latents_positions), self.cross_turn(positions)
+        z = self._run(self.cross_attend, z, inputs, turns, visible)
+        turn = self.self_turn(latents_positions)
+        for block in self.self_attends:
+            z = self._run(block, z, None, (turn, turn), latents_visible, drop_latents)
         return z
 
-    def _rotations(self, block: nn.Module, queries: Tensor, keys: Tensor) -> Rotations | None:
-        """How far a block turns its queries and keys, standing at these positions."""
+    def cross_turn(self, positions: Tensor) -> Rotation | None:
+        """How far the cross-attend turns what stands at these positions (B, T, A)."""
+        return self._turn(positions, self.config.input_width // self.config.cross_head_count)
+
+    def self_turn(self, positions: Tensor) -> Rotation | None:
+        """The same of every self-attend."""
+        return self._turn(positions, self.config.channels // self.config.heads)
+
+    def _turn(self, positions: Tensor, head_width: int) -> Rotation | None:
         config = self.config
         if config.positions != "rotary":
             return None
-        assert isinstance(block, Block)
-        settings = block.head_width, config.rotary_fraction, config.max_wavelength or config.context
-        return rotation(queries[..., 0], *settings), rotation(keys[..., 0], *settings)
+        wavelength = config.max_wavelength or config.context
+        return rotation(positions[..., 0], head_width, config.rotary_fraction, wavelength)
 
     def _run(self, block: nn.Module, *args: object) -> Tensor:
         if self.training and self.config.checkpoint_activations:
