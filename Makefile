@@ -12,13 +12,14 @@ setup: .venv/ready
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Learns to copy 32 tokens in reverse: half a minute on two cores. Once done, it only evaluates.
+# Learns to copy 32 tokens in reverse: half a minute on two cores. Once done, it only evaluates and generates.
 quickstart: setup
 	$(BIN)/perceiver-ar train copy-32 --out runs/quickstart --resume \
 		--model.channels 128 --model.heads 4 --model.cross-dropout 0 --model.residual-dropout 0 \
 		--train.steps 600 --train.batch-size 64 --train.learning-rate 2e-3 --train.warmup-steps 20 \
 		--train.log-every 50
 	$(BIN)/perceiver-ar evaluate runs/quickstart
+	$(BIN)/perceiver-ar generate runs/quickstart --prompt '00 11 22 33 44 55 66 77 88 99 aa bb cc dd ee'
 
 test: setup
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal

@@ -13,7 +13,7 @@ import tyro
 
 from perceiver_ar import ModelConfig, PerceiverAR
 from perceiver_ar.config import unknown
-from perceiver_ar.device import autocast, pick_device
+from perceiver_ar.device import autocast, describe, pick_device
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,14 @@ def main(
     """
     where = pick_device(device)
     for name in sizes:
-        if name not in SIZES:
-            raise ValueError(unknown("size", name, SIZES))
-        print(
-            json.dumps({"size": name, **time_training(SIZES[name], where, repeats, compile, cross_dropout)})
-        )
+        timed = time_training(find_size(name), where, repeats, compile, cross_dropout)
+        print(json.dumps({"size": name, **timed}))
+
+
+def find_size(name: str) -> Size:
+    if name not in SIZES:
+        raise ValueError(unknown("size", name, SIZES))
+    return SIZES[name]
 
 
 def time_training(
@@ -87,7 +90,7 @@ def time_training(
         "peak_gib": peak and round(peak, 2),
         "compiled": compiled,
         "cross_dropout": cross_dropout,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": describe(device),
         "torch": torch.__version__,
     }
 
@@ -111,9 +114,13 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-if __name__ == "__main__":
+def run_command(main: Callable[..., None], name: str) -> None:
     try:
-        tyro.cli(main, prog="python -m benchmarks", config=(tyro.conf.FlagCreatePairsOff,))
+        tyro.cli(main, prog=name, config=(tyro.conf.FlagCreatePairsOff,))
     except ValueError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_command(main, "python -m benchmarks")

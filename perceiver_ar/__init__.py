@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from perceiver_ar.config import ModelConfig as ModelConfig
     from perceiver_ar.config import TrainConfig as TrainConfig
     from perceiver_ar.evaluation import evaluate as evaluate
+    from perceiver_ar.generation import generate as generate
+    from perceiver_ar.generation import stream as stream
     from perceiver_ar.model import PerceiverAR as PerceiverAR
     from perceiver_ar.model import build as build
     from perceiver_ar.training import train as train
@@ -21,6 +23,8 @@ _HOME = {
     "PerceiverAR": "model",
     "build": "model",
     "evaluate": "evaluation",
+    "generate": "generation",
+    "stream": "generation",
     "train": "training",
     "interop": None,
     "presets": None,

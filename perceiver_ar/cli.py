@@ -146,7 +146,7 @@ def evaluate(
     source = open_source(experiment.task, experiment.options, data or before)
     check_vocabulary(source, model)
     documents = source.documents(split)
-    with progress_bar(not as_json) as progress:
+    with progress_bar(not as_json, "scoring") as progress:
         report = evaluate(
             model,
             source.task,
@@ -201,6 +201,73 @@ def score(
         print("\n".join(f"{value:.6f}" for value in nats))
 
 
+@app.command(name="generate")
+def generate(
+    run: Run,
+    prompt: str | None = None,
+    prompt_file: Path | None = None,
+    tokens: int | None = None,
+    samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    latents: int | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Draw what follows a prompt.
+
+    Args:
+        run: Folder of a run.
+        prompt: What to go on from, as the task writes it: text, ids, bytes ... Default: a beginning.
+        prompt_file: The same from a file.
+        tokens: How many to draw at most. Default: what the task makes of it.
+        samples: How many to draw at once, all different.
+        temperature: Below 1 for likelier tokens, 0 for the likeliest.
+        top_k: Draw from the k likeliest only.
+        top_p: Draw from the likeliest that together reach this probability.
+        min_p: Draw from those at least this share as likely as the likeliest.
+        repetition_penalty: Above 1, tokens that came before become less likely.
+        latents: How many to use at most. Default: as many as in training.
+        seed: Another seed gives other samples.
+        out: File to write to; several samples are numbered.
+    """
+    from perceiver_ar import tasks
+    from perceiver_ar.device import best_dtype, pick_device
+    from perceiver_ar.drawing import draw
+    from perceiver_ar.run import load
+
+    if prompt is not None and prompt_file is not None:
+        raise ValueError("give --prompt or --prompt-file, not both.")
+    where = pick_device(device)
+    model, experiment, _ = load(run, str(where))
+    model = model.to(best_dtype(where))
+    task = tasks.get(experiment.task, experiment.options)
+    given = (
+        task.prompt_file(prompt_file)
+        if prompt_file is not None
+        else task.start(seed)
+        if prompt is None
+        else task.prompt(prompt)
+    )
+    settings = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "latents": latents,
+        "seed": seed,
+    }
+    report = draw(model, task, given, tokens, samples, out, quiet=as_json, **settings)
+    if as_json:
+        print(json.dumps(report))
+
+
 def main() -> None:
     """Runs a command; a user's mistake ends with one sentence and status 2."""
     try:
@@ -212,6 +279,8 @@ def main() -> None:
                 description="Perceiver AR: long-context autoregressive models.",
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (ValueError, OSError) as error:
         print(f"perceiver-ar: {error}", file=sys.stderr)
         sys.exit(2)

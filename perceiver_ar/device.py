@@ -18,11 +18,22 @@ def pick_device(name: str = "auto") -> torch.device:
     return device
 
 
-def autocast(device: torch.device) -> AbstractContextManager[object]:
+def describe(device: torch.device) -> str:
+    """The name of a GPU, or the kind of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def best_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the device computes in it; float32 on older GPUs, on MPS and on the CPU.
 
     Not float16: its range is too small for training without scaling the loss.
     """
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.autocast("cuda", torch.bfloat16)
-    return nullcontext()
+        return torch.bfloat16
+    return torch.float32
+
+
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Computes in the best precision, from weights in float32."""
+    dtype = best_dtype(device)
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)

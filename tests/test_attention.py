@@ -1,5 +1,6 @@
 """Every kernel computes what the reference does; rotary positions turn as the formula says."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -11,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perceiver_ar import attention
 from perceiver_ar.attention import attend, reference, rotate, rotation
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SHAPES = [(2, 3, 5, 9, 8), (2, 2, 9, 9, 8), (3, 1, 1, 7, 4), (2, 2, 70, 200, 16), (1, 2, 3, 130, 8)]
 """B, H, N, M, K."""
 
@@ -56,8 +56,14 @@ def differences(
     return [(a.double() - b).abs().max().item() for a, b in pairs]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kernel", [attend, attention._attend_in_two, attention._attend_by_rows])
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        *itertools.product([attend, attention._attend_in_two, attention._attend_by_rows], SHAPES),
+        (attention._attend_one, (3, 2, 1, 7, 4)),
+        (attention._attend_one, (2, 2, 1, 200, 16)),
+    ],
+)
 def test_kernels_equal_the_reference_with_gradients(
     kernel: Callable[..., Tensor], shape: tuple[int, int, int, int, int]
 ) -> None:
@@ -74,7 +80,6 @@ def test_kernels_equal_the_reference_with_gradients(
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
 
 
-@cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape",

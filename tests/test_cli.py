@@ -85,6 +85,68 @@ def test_train_evaluate_and_score_work_together(tmp_path: Path) -> None:
     assert "model.safetensors is damaged" in damaged.stderr
 
 
+def test_generate_types_writes_and_reports(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 9, size=(20, 60)))
+    run("prepare", "tokens", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "store"))
+    folder = str(tmp_path / "run")
+    settings = ("--model.positions", "rotary", "--data", str(tmp_path / "store"), "--out", folder)
+    trained = run("train", "copy-32", *SMALL, *settings)
+    assert trained.returncode == 0, trained.stderr
+
+    typed = run("generate", folder, "--prompt", "5, 8 3", "--tokens", "70")
+    assert typed.returncode == 0, typed.stderr
+    ids = [int(word) for word in typed.stdout.split()]
+    assert ids[:3] == [5, 8, 3]
+    assert set(ids) <= set(range(9))
+    assert "tokens in" in typed.stderr
+
+    options = ("--samples", "3", "--tokens", "20", "--top-k", "6", "--seed", "4", "--latents", "5")
+    reported = run("generate", folder, *options, "--json")
+    (line,) = reported.stdout.splitlines()
+    report = json.loads(line)
+    samples = [sample["text"].split() for sample in report["samples"]]
+    assert len({tuple(sample) for sample in samples}) == 3
+    assert report["tokens"] == sum(len(sample["tokens"]) for sample in report["samples"])
+    shown = run("generate", folder, *options).stdout.splitlines()
+    assert [line.split()[1:] for line in shown] == samples
+    written = run("generate", folder, *options, "--out", str(tmp_path / "new.npy")).stdout.split()
+    assert written == [str(tmp_path / f"new-{index}.npy") for index in (1, 2, 3)]
+    assert [np.load(path).astype(str).tolist() for path in written] == samples
+    again = run("generate", folder, "--prompt-file", written[0], "--out", str(tmp_path / "more.jsonl"))
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "more.jsonl").read_text())[: len(samples[0])] == [
+        int(x) for x in samples[0]
+    ]
+
+    for wrong, sentence in (
+        (("--prompt", "5 x"), "'5 x' is not a row of ids such as 5 17 3."),
+        (("--prompt", "9"), "tokens of the prompt must be from 0 to 11"),
+        (("--samples", "0"), "samples must be at least 1"),
+        (("--prompt", "5", "--prompt-file", "x"), "give --prompt or --prompt-file, not both."),
+        (("--out", str(tmp_path / "no/new.npy")), "there is no folder"),
+        (("--out", str(tmp_path / "new.txt")), "is neither a .npy nor a .jsonl file"),
+        (("--top-p", "2"), "top_p must be above 0 and at most 1"),
+    ):
+        result = run("generate", folder, "--tokens", "5", *wrong)
+        assert result.returncode == 2
+        assert sentence in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_copy_is_generated_from_hexadecimal_bytes(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    assert run("train", "copy-32", *SMALL, "--out", folder).returncode == 0
+    prompt = " ".join(f"{byte:02x}" for byte in range(15))
+    words = run("generate", folder, "--prompt", prompt).stdout.split()
+    assert words[:16] == ["··", *prompt.split()]
+    assert len(words) <= 32
+    assert run("generate", folder, "--seed", "1").stdout != run("generate", folder, "--seed", "2").stdout
+    for wrong, sentence in (("0g", "hexadecimal bytes"), ("01 02", "has 2 bytes, but 15 are to be copied")):
+        result = run("generate", folder, "--prompt", wrong)
+        assert result.returncode == 2
+        assert sentence in result.stderr
+
+
 def test_evaluating_the_copy_task_shows_what_is_predicted(tmp_path: Path) -> None:
     assert run("train", "copy-32", *SMALL, "--out", str(tmp_path / "run")).returncode == 0
     shown = run("evaluate", str(tmp_path / "run")).stdout

@@ -139,7 +139,7 @@ def test_the_commands_in_the_readme_run(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 9, size=(20, 60)))
     np.save(tmp_path / "one.npy", np.arange(9))
     commands = [line for line in blocks("sh")[1].splitlines() if line.startswith("perceiver-ar")]
-    assert len(commands) == 6
+    assert len(commands) == 8
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in commands:
         result = subprocess.run(

@@ -117,7 +117,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.gpu
 def test_a_deterministic_run_on_a_gpu_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     def experiment(steps: int) -> Experiment:

@@ -1,6 +1,6 @@
 """What a task is: what its tokens mean, and nothing else. Training and evaluation know no task."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -34,6 +34,9 @@ class Task(Config):
     synthetic: ClassVar[bool] = False
     """Whether it makes its own tokens; others read them from a store."""
 
+    ends: ClassVar[bool] = True
+    """Whether its documents end with EOS, which then ends what is generated too."""
+
     def check(self, model: ModelConfig) -> None:
         """Refuses a model that cannot learn the task."""
 
@@ -52,6 +55,32 @@ class Task(Config):
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Positions (..., A) of places in a document; None where each window counts from 0."""
         return None
+
+    def prompt(self, text: str) -> Tokens:
+        """What was typed as a prompt."""
+        raise ValueError(f"the task {self.name} takes no prompt.")
+
+    def prompt_file(self, path: Path) -> Tokens:
+        """A file as a prompt."""
+        return self.prompt(path.read_text())
+
+    def start(self, seed: int) -> Tokens:
+        """The prompt where none is given."""
+        return np.array([BOS])
+
+    def count(self, prompt: Tokens) -> int:
+        """How many tokens to draw after a prompt where that is not said."""
+        return 500
+
+    def speller(self) -> Callable[[int], str] | None:
+        """Turns one token after another into text; None where they are no text."""
+        return None
+
+    def save(self, tokens: Tokens, path: Path) -> None:
+        """Writes what was drawn to a file: as text, if it is."""
+        spell = self.speller()
+        assert spell is not None
+        path.write_text("".join(map(spell, tokens.tolist())).strip() + "\n")
 
     def show(self, truth: Tokens, predicted: Tokens) -> str | None:
         """A few predicted tokens beside the true ones, for a person to see; None if that says nothing."""

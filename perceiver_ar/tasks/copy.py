@@ -3,6 +3,7 @@
 BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is scored.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,6 +32,8 @@ class CopyTask(Task):
     """Train on windows centred on the mirror, doubled whenever what is copied is learned."""
     first_half: int = 8
     """Tokens on each side of the mirror in the first of those windows."""
+    doubled_below: float = 0.1
+    """Nats of a step at which they double: with fewer, more is learned while windows are cheap."""
     sequences: int = 12
     """Sequences of the validation split."""
 
@@ -63,6 +66,29 @@ class CopyTask(Task):
             Document(mirrored(generator(VALIDATION_SEED, index), half, whole=True), half, self.length)
             for index in range(self.sequences)
         ]
+
+    def prompt(self, text: str) -> Tokens:
+        """Hexadecimal bytes: the first half of a sequence."""
+        try:
+            typed = bytes.fromhex(text)
+        except ValueError:
+            raise ValueError(f"'{text}' is not a row of hexadecimal bytes such as 0a ff 31.") from None
+        if len(typed) != self.length // 2 - 1:
+            raise ValueError(
+                f"the prompt has {len(typed)} bytes, but {self.length // 2 - 1} are to be copied."
+            )
+        return np.concatenate(([BOS], np.frombuffer(typed, np.uint8).astype(np.int64) + FIRST))
+
+    def start(self, seed: int) -> Tokens:
+        """The first half of a sequence that was not trained on."""
+        half = self.length // 2
+        return mirrored(generator(VALIDATION_SEED, self.sequences + seed), half, whole=True)[:half]
+
+    def count(self, prompt: Tokens) -> int:
+        return self.length - len(prompt)
+
+    def speller(self) -> Callable[[int], str]:
+        return lambda token: _word(token) + " "
 
     def show(self, truth: Tokens, predicted: Tokens) -> str:
         """As hexadecimal bytes, with the wrong ones marked."""
@@ -101,8 +127,8 @@ class CopyExamples:
         return [Window(row[: self.half + targets], middle - self.half, scored) for row in rows]
 
     def learned(self, nats: float) -> str | None:
-        """Doubles the window once a step's loss is below 0.1 nats."""
-        if nats >= 0.1 or self.half == self.task.length // 2:
+        """Doubles the window once a step's loss is low enough."""
+        if nats >= self.task.doubled_below or self.half == self.task.length // 2:
             return None
         self.half = min(2 * self.half, self.task.length // 2)
         return f"now {self.half:,} tokens on each side of the mirror"

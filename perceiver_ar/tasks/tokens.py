@@ -1,7 +1,7 @@
 """Token ids that the user already has: DNA, logs, or anything else, from .npy, .bin or .jsonl."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,12 +18,37 @@ class TokensTask(Task):
     """Ids as they are, counted from FIRST, each document after a BOS."""
 
     name: ClassVar[str] = "tokens"
+    ends: ClassVar[bool] = False
 
     def read(self, path: Path) -> Document:
         found = [encode(ids) for ids in read_ids(path, "uint16")]
         if len(found) != 1:
             raise ValueError(f"{path} holds {len(found)} documents: give a file of one.")
         return Document(found[0], 1, len(found[0]))
+
+    def prompt(self, text: str) -> Tokens:
+        """Ids with spaces or commas between them."""
+        try:
+            ids = [int(word) for word in text.replace(",", " ").split()]
+        except ValueError:
+            raise ValueError(f"'{text}' is not a row of ids such as 5 17 3.") from None
+        return encode(check_ids(np.array(ids), "the prompt"))
+
+    def prompt_file(self, path: Path) -> Tokens:
+        return self.read(path).tokens
+
+    def speller(self) -> Callable[[int], str]:
+        return lambda token: f"{token - FIRST} " if token >= FIRST else ""
+
+    def save(self, tokens: Tokens, path: Path) -> None:
+        """As .npy, or as a line of .jsonl: what `prepare` and `score` read."""
+        ids = tokens[tokens >= FIRST] - FIRST
+        if path.suffix == ".npy":
+            np.save(path, ids)
+        elif path.suffix == ".jsonl":
+            path.write_text(json.dumps(ids.tolist()) + "\n")
+        else:
+            raise ValueError(f"{path} is neither a .npy nor a .jsonl file.")
 
 
 def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:

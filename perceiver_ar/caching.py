@@ -1,0 +1,263 @@
+"""The cache of generation, in the pieces of a loop: prefill, step, refresh.
+
+The cross-attend's keys and values depend on a token and its position alone, so they are computed
+once for each input and kept. The self-attends' are kept for up to N latents; the next token then
+makes N / 2 fresh latents over the same inputs (section 3.3). Every step equals the last row of a
+plain forward over the same inputs with as many latents.
+
+Letters: B batch, P prompt, M inputs that are kept, N latents that are kept, T a few inputs, H heads,
+K head width, L layers, V vocabulary, A position axes.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from perceiver_ar.attention import attend
+from perceiver_ar.model import Block, PerceiverAR, Turns, latent_numbers
+
+Decode = Callable[[PerceiverAR, "Cache", Tensor, Tensor], Tensor]
+"""Such as decode_one: model, cache, token (B,) and position (B or 1, 1, A) to logits (B, V)."""
+
+_STRETCH = 16_384
+"""Inputs of which keys and values are computed at a time."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a step needs of the inputs before it, in tensors of fixed size.
+
+    A value: each piece below takes one and returns the next. They share their tensors, which are
+    written in place behind what is held already; clone those to go two ways from one cache.
+    """
+
+    tokens: Tensor  # (B, M)
+    positions: Tensor  # (B or 1, M, A)
+    keys: Tensor  # (B, H, M, K), of the cross-attend
+    values: Tensor
+    self_keys: Tensor  # (L, B, H, N, K)
+    self_values: Tensor
+    first: Tensor | None  # (B,): column of the first input that is not padding; None: no row is padded
+    inputs: int = 0
+    """Columns held, of M."""
+    latents: int = 0
+    """Latents held, of N: those of the last inputs."""
+
+    @classmethod
+    def empty(
+        cls,
+        model: PerceiverAR,
+        batch: int,
+        inputs: int,
+        latents: int,
+        first: Tensor | None = None,
+        position_rows: int = 1,
+    ) -> "Cache":
+        """Room for so many inputs and latents."""
+        config, like = model.config, model.norm.weight
+        axes, width = max(1, len(config.axes)), config.input_width // config.cross_head_count
+        cross = (batch, config.cross_head_count, inputs, width)
+        stack = (config.layers, batch, config.heads, latents, config.channels // config.heads)
+        return cls(
+            tokens=like.new_zeros((batch, inputs), dtype=torch.long),
+            positions=like.new_zeros((position_rows, inputs, axes), dtype=torch.long),
+            keys=like.new_zeros(cross),
+            values=like.new_zeros(cross),
+            self_keys=like.new_zeros(stack),
+            self_values=like.new_zeros(stack),
+            first=first,
+        )
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """M and N: how many inputs and latents it can hold."""
+        return self.tokens.shape[1], self.self_keys.shape[3]
+
+    def cut(self, inputs: int, latents: int) -> "Cache":
+        """The same tensors, but only so many columns and latents of them."""
+        return replace(
+            self,
+            tokens=self.tokens[:, :inputs],
+            positions=self.positions[:, :inputs],
+            keys=self.keys[:, :, :inputs],
+            values=self.values[:, :, :inputs],
+            self_keys=self.self_keys[:, :, :, :latents],
+            self_values=self.self_values[:, :, :, :latents],
+        )
+
+
+def prefill(
+    model: PerceiverAR,
+    tokens: Tensor,
+    positions: Tensor,
+    room: tuple[int, int],
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Cache]:
+    """Reads a prompt (B, P) at positions (B or 1, P, A): logits of what follows, (B, V), and the cache.
+
+    room is how many inputs and latents to keep at most; half the latents are made now.
+    """
+    first = None if lengths is None else tokens.shape[1] - lengths
+    cache = Cache.empty(model, len(tokens), *room, first, len(positions))
+    cache = read(model, cache, tokens, positions)
+    return refresh(model, cache, half(cache.inputs, room[1]))
+
+
+def read(model: PerceiverAR, cache: Cache, tokens: Tensor, positions: Tensor) -> Cache:
+    """More inputs (B, T): their keys and values in the cross-attend join those held."""
+    begin, end = cache.inputs, cache.inputs + tokens.shape[1]
+    assert end <= cache.room[0]
+    cache.tokens[:, begin:end] = tokens
+    cache.positions[:, begin:end] = positions
+    stretch = max(1, _STRETCH // len(tokens))
+    for start in range(begin, end, stretch):
+        part = slice(start, min(start + stretch, end))
+        inputs = model.embedding(cache.tokens[:, part], cache.positions[:, part])  # (B, T, E)
+        turn = model.cross_turn(cache.positions[:, part])
+        cache.keys[:, :, part], cache.values[:, :, part] = model.cross_attend.keys_values(inputs, turn)
+    return replace(cache, inputs=end)
+
+
+def refresh(model: PerceiverAR, cache: Cache, latents: int) -> tuple[Tensor, Cache]:
+    """Fresh latents on the last inputs, over the keys and values that are held."""
+    held, positions = cache.inputs, cache.positions[:, cache.inputs - latents : cache.inputs]
+    visible = lengths = None
+    if cache.first is not None:
+        visible = torch.arange(held, device=cache.first.device) >= cache.first[:, None]  # (B, M)
+        lengths = held - cache.first
+    inputs = model.embedding(cache.tokens[:, held - latents : held], positions)
+    z = model.queries(inputs, latent_numbers(latents, lengths, inputs.device))
+    cross, turn = model.cross_attend, model.cross_turn(positions)
+    q = cross.ask(cross.norm(z), turn)
+    z = cross.update(z, attend(q, cache.keys[:, :, :held], cache.values[:, :, :held], visible))
+    turn = model.self_turn(positions)
+    latents_visible = None if visible is None else visible[:, held - latents :]
+    for block, keys, values in _layers(model, cache):
+        q, k, v = block.project(z, None, (turn, turn))
+        keys[:, :, :latents], values[:, :, :latents] = k, v
+        z = block.update(z, attend(q, k, v, latents_visible))
+    return _logits(model, z), replace(cache, latents=latents)
+
+
+def step(
+    model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor, decode: Decode | None = None
+) -> tuple[Tensor, Cache]:
+    """One more token (B,) at position (B or 1, 1, A): one more latent, or a refresh where it is full."""
+    inputs, latents = grow(cache.inputs, cache.latents, *cache.room)
+    if (inputs, latents) == (cache.inputs + 1, cache.latents + 1):
+        logits = (decode or decode_one)(model, cache, token, position)
+        return logits, replace(cache, inputs=inputs, latents=latents)
+    if inputs <= cache.inputs:
+        cache = forget(model, cache, inputs - 1)
+    return refresh(model, read(model, cache, token[:, None], position), latents)
+
+
+def grow(inputs: int, latents: int, most_inputs: int, most_latents: int) -> tuple[int, int]:
+    """How many inputs and latents there are after one more token.
+
+    One more of each; but where either is full already, half the latents, and where the inputs are
+    full only the last M - N / 2 of those.
+    """
+    if inputs < most_inputs and latents < most_latents:
+        return inputs + 1, latents + 1
+    inputs = inputs + 1 if inputs < most_inputs else most_inputs - most_latents // 2
+    return inputs, half(inputs, most_latents)
+
+
+def half(inputs: int, most_latents: int) -> int:
+    """Latents after a refresh."""
+    return min(inputs, max(1, most_latents // 2))
+
+
+def forget(model: PerceiverAR, cache: Cache, keep: int) -> Cache:
+    """Only the last few inputs, moved to the front; the latents are gone."""
+    check_forgetting(model)
+    gone = cache.inputs - keep
+    for tensor, axis in ((cache.tokens, 1), (cache.positions, 1), (cache.keys, 2), (cache.values, 2)):
+        tensor.narrow(axis, 0, keep).copy_(tensor.narrow(axis, gone, keep).clone())
+    if cache.first is not None:
+        cache.first.sub_(gone).clamp_(min=0)
+    return replace(cache, inputs=keep, latents=0)
+
+
+def check_forgetting(model: PerceiverAR) -> None:
+    """Refuses where a model could not tell what a position beyond its context means."""
+    if model.config.positions not in ("rotary", "none"):
+        raise ValueError(
+            f"a model with {model.config.positions} positions cannot go beyond its context of "
+            f"{model.config.context} inputs: ask for fewer tokens or give a shorter prompt."
+        )
+
+
+def decode_one(model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor) -> Tensor:
+    """Logits (B, V) after one more input and its latent, which join those held."""
+    column, slot = (torch.full((1,), n, device=token.device) for n in (cache.inputs, cache.latents))
+    return decode_at(
+        model, cache.cut(cache.inputs + 1, cache.latents + 1), token, position, column, slot, through
+    )
+
+
+def decode_at(
+    model: PerceiverAR,
+    cache: Cache,
+    token: Tensor,
+    position: Tensor,
+    column: Tensor,
+    slot: Tensor,
+    through: Callable[..., Tensor],
+) -> Tensor:
+    """The same, with the place of the input and of the latent as tensors (1,).
+
+    All that the cache's tensors hold is attended to; with `first`, only what lies between it and the
+    places. So nothing but tensors changes from step to step, and a step can be captured.
+    """
+    cache.tokens.index_copy_(1, column, token[:, None])
+    cache.positions.index_copy_(1, column, position)
+    visible = latents_visible = None
+    number = slot[None]
+    if cache.first is not None:
+        first, (columns, slots) = (
+            cache.first[:, None],
+            (torch.arange(n, device=token.device) for n in cache.room),
+        )
+        visible = (first <= columns) & (columns <= column)  # (B, M)
+        latents_visible = (first <= slots + column - slot) & (slots <= slot)  # (B, N)
+        number = torch.minimum(slot, column - first)
+    inputs = model.embedding(token[:, None], position)  # (B, 1, E)
+    z = model.queries(inputs, number)
+    turn = model.cross_turn(position)
+    z = through(model.cross_attend, z, inputs, (turn, turn), cache.keys, cache.values, column, visible)
+    turn = model.self_turn(position)
+    for block, keys, values in _layers(model, cache):
+        z = through(block, z, None, (turn, turn), keys, values, slot, latents_visible)
+    return _logits(model, z)
+
+
+def through(
+    block: Block,
+    z: Tensor,
+    inputs: Tensor | None,
+    turns: Turns,
+    keys: Tensor,
+    values: Tensor,
+    place: Tensor,
+    visible: Tensor | None,
+) -> Tensor:
+    """One latent (B, 1, C) through a block; its key and value are put in their place among the others."""
+    q, k, v = block.project(z, inputs, turns)
+    keys.index_copy_(2, place, k)
+    values.index_copy_(2, place, v)
+    return block.update(z, attend(q, keys, values, visible))
+
+
+def _layers(model: PerceiverAR, cache: Cache) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    blocks = cast("Iterator[Block]", iter(model.self_attends))
+    return zip(blocks, cache.self_keys, cache.self_values, strict=True)
+
+
+def _logits(model: PerceiverAR, z: Tensor) -> Tensor:
+    """Of the last latent, (B, V)."""
+    return model.output(model.norm(z[:, -1]), model.embedding.tokens)

@@ -1,0 +1,72 @@
+"""A step as a CUDA graph: hundreds of small kernels, launched as one."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from perceiver_ar.caching import Cache, Decode, decode_at, decode_one, through
+from perceiver_ar.model import PerceiverAR
+
+CAPTURE_FROM = 32
+"""Tokens from which recording a graph pays: it takes about as long as ten steps."""
+COMPILE_FROM = 500_000
+"""Layers times tokens from which compiling pays: 45 s at first, for 90 us a layer (docs/log.md)."""
+
+
+def decode_for(cache: Cache, tokens: int, compiled: bool | None) -> Decode:
+    """How to decode so many tokens: one by one, or captured on a GPU, and compiled, where that pays."""
+    if cache.keys.device.type != "cuda" or (tokens < CAPTURE_FROM and not compiled):
+        return decode_one
+    if compiled is None:
+        compiled = tokens * len(cache.self_keys) >= COMPILE_FROM
+    return Captured(cache, compiled)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    """One layer compiled, which serves all of them; tuned, for it will run many times."""
+    return torch.compile(through, dynamic=False, options={"coordinate_descent_tuning": True})
+
+
+class Captured:
+    """decode_one of one cache, recorded at the first call and replayed at the others."""
+
+    def __init__(self, cache: Cache, compiled: bool) -> None:
+        zeros = functools.partial(torch.zeros, dtype=torch.long, device=cache.keys.device)
+        rows, _, axes = cache.positions.shape
+        # The whole of the tensors is attended to, so it must be said which columns count.
+        self.cache = replace(cache, first=zeros(len(cache.tokens)) if cache.first is None else cache.first)
+        self.token, self.position = zeros(len(cache.tokens)), zeros((rows, 1, axes))
+        self.column, self.slot = zeros(1), zeros(1)
+        self.through = _compiled() if compiled else through
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor) -> Tensor:
+        assert cache.keys is self.cache.keys
+        self.token.copy_(token)
+        self.position.copy_(position)
+        self.column.fill_(cache.inputs)
+        self.slot.fill_(cache.latents)
+        if self.graph is None:
+            self.graph, self.logits = self._record(model)
+        self.graph.replay()
+        return self.logits.clone()
+
+    def _record(self, model: PerceiverAR) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Runs the step a few times first: it writes the same to the same places each time."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self._decode(model)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._decode(model)
+        return graph, logits
+
+    def _decode(self, model: PerceiverAR) -> Tensor:
+        return decode_at(model, self.cache, self.token, self.position, self.column, self.slot, self.through)

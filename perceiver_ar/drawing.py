@@ -1,0 +1,117 @@
+"""Generation for a person: text as it is drawn, a bar for anything else, files, and the rate."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from perceiver_ar.generation import stream
+from perceiver_ar.model import PerceiverAR
+from perceiver_ar.report import progress_bar
+from perceiver_ar.tasks.base import BOS, EOS, PAD, Task
+from perceiver_ar.windows import Tokens
+
+
+def draw(
+    model: PerceiverAR,
+    task: Task,
+    prompt: Tokens,
+    count: int | None,
+    samples: int,
+    out: Path | None,
+    quiet: bool,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Draws so many samples at once, shows or writes them, and reports them with the rate."""
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, but is {samples}.")
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent} for {out.name}.")
+    spell = task.speller()
+    if spell is None and out is None:
+        raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
+    count = task.count(prompt) if count is None else count
+    began = time.perf_counter()
+    drawing = _tokens(model, task, prompt, count, samples, settings)
+    if spell is not None and samples == 1 and out is None and not quiet:
+        rows = [_typed(drawing, prompt, spell)]
+    else:
+        rows = _counted(drawing, count, quiet)
+    seconds = time.perf_counter() - began
+    texts = [None if spell is None else "".join(map(spell, row.tolist())) for row in rows]
+    files = [None] * samples if out is None else _save(task, prompt, rows, out)
+    if not quiet:
+        _tell(texts, files, seconds, sum(map(len, rows)))
+    return {
+        "prompt": prompt.tolist(),
+        "samples": [
+            {"tokens": row.tolist(), "text": text, "file": file}
+            for row, text, file in zip(rows, texts, files, strict=True)
+        ],
+        "tokens": sum(map(len, rows)),
+        "seconds": seconds,
+        "tokens_per_second": sum(map(len, rows)) / seconds,
+    }
+
+
+def _tokens(
+    model: PerceiverAR, task: Task, prompt: Tokens, count: int, samples: int, settings: dict[str, Any]
+) -> Iterator[Tokens]:
+    """One token of each sample after the other, (samples,); PAD where a sample has ended."""
+    positions = task.positions(np.arange(len(prompt) + count)[None])
+    allowed = torch.ones(model.config.vocab_size, dtype=torch.bool)
+    allowed[[PAD, BOS] if task.ends else [PAD, BOS, EOS]] = False
+    drawing = stream(
+        model,
+        torch.from_numpy(prompt).long().expand(samples, -1),
+        count,
+        positions=None if positions is None else torch.from_numpy(positions),
+        allowed=lambda t: allowed,
+        stop=EOS if task.ends else None,
+        **settings,
+    )
+    return (token.cpu().numpy() for token in drawing)
+
+
+def _typed(drawing: Iterator[Tokens], prompt: Tokens, spell: Callable[[int], str]) -> Tokens:
+    """Prints the prompt, and each token of the only sample as it comes."""
+    print("".join(map(spell, prompt.tolist())), end="", flush=True)
+    row = []
+    for (token,) in drawing:
+        print(spell(int(token)), end="", flush=True)
+        row.append(int(token))
+    print()
+    return np.array(row)
+
+
+def _counted(drawing: Iterator[Tokens], count: int, quiet: bool) -> list[Tokens]:
+    """Moves a bar, and gives each sample up to its end."""
+    steps = []
+    with progress_bar(not quiet, "drawing") as progress:
+        for token in drawing:
+            steps.append(token)
+            progress(len(steps), count)
+    return [row[row != PAD] for row in np.stack(steps, axis=1)]
+
+
+def _save(task: Task, prompt: Tokens, rows: list[Tokens], out: Path) -> list[str]:
+    """Prompt and sample, one file each: out itself, or out-1, out-2 ..."""
+    numbered = [out.with_stem(f"{out.stem}-{index + 1}") for index in range(len(rows))]
+    paths = [out] if len(rows) == 1 else numbered
+    for row, path in zip(rows, paths, strict=True):
+        task.save(np.concatenate((prompt, row)), path)
+    return [str(path) for path in paths]
+
+
+def _tell(texts: list[str | None], files: list[Any], seconds: float, tokens: int) -> None:
+    """Where the samples are, or the samples themselves, unless they have been shown; then the rate."""
+    for index, (text, file) in enumerate(zip(texts, files, strict=True), 1):
+        if file is not None:
+            print(file)
+        elif len(texts) > 1:
+            print(f"[{index}] {text}")
+    print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} a second", file=sys.stderr)

@@ -1,0 +1,307 @@
+"""Generation: a prompt is read, then tokens are drawn one by one, each from the logits after the last.
+
+Notable:
+- a row's tokens depend on the seed, its prompt and how many equal prompts stand above it in the
+  batch, not on the rest of the batch;
+- without a cache the same latents are computed afresh at every step, and give the same tokens.
+
+Letters: B batch, P prompt, M inputs that are kept, N latents at most, V vocabulary, A position axes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perceiver_ar.caching import check_forgetting, grow, half, prefill, step
+from perceiver_ar.captured import decode_for
+from perceiver_ar.model import PerceiverAR
+from perceiver_ar.sampling import Sampling, sample
+from perceiver_ar.tasks.base import PAD
+from perceiver_ar.windows import generator
+
+Engine = Generator[Tensor, Tensor, None]
+"""Yields the logits (B, V) of the next token, and is sent that token (B,)."""
+
+
+def generate(
+    model: PerceiverAR,
+    prompt: Tensor,
+    max_new_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    latents: int | None = None,
+    seed: int = 0,
+    cache: bool = True,
+    positions: Tensor | None = None,
+    allowed: Callable[[int], Any] | None = None,
+    lengths: Tensor | None = None,
+    stop: int | Iterable[int] | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    grow_latents: bool = True,
+    log_probs: bool = False,
+    compile: bool | None = None,
+) -> Any:
+    """The prompt (B, P) and what follows it, (B, P + max_new_tokens).
+
+    The arguments are those of `stream`. With log_probs, a pair: the tokens, and the log-probabilities
+    of the new ones, (B, max_new_tokens).
+    """
+    drawn = list(
+        stream(
+            model,
+            prompt,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            latents=latents,
+            seed=seed,
+            cache=cache,
+            positions=positions,
+            allowed=allowed,
+            lengths=lengths,
+            stop=stop,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            grow_latents=grow_latents,
+            log_probs=log_probs,
+            compile=compile,
+        )
+    )
+    tokens, scores = zip(*drawn, strict=True) if log_probs else (drawn, None)
+    new = torch.stack(list(tokens), dim=1)
+    missing = max_new_tokens - new.shape[1]  # of rows that all stopped
+    ids = torch.cat((prompt.to(new), torch.nn.functional.pad(new, (0, missing), value=PAD)), dim=1)
+    if scores is None:
+        return ids
+    return ids, torch.nn.functional.pad(torch.stack(list(scores), dim=1), (0, missing))
+
+
+def stream(
+    model: PerceiverAR,
+    prompt: Tensor,
+    max_new_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    latents: int | None = None,
+    seed: int = 0,
+    cache: bool = True,
+    positions: Tensor | None = None,
+    allowed: Callable[[int], Any] | None = None,
+    lengths: Tensor | None = None,
+    stop: int | Iterable[int] | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    grow_latents: bool = True,
+    log_probs: bool = False,
+    compile: bool | None = None,
+) -> Iterator[Any]:
+    """Tokens that follow a prompt, one (B,) tensor a step, as they are drawn.
+
+    Args:
+        model: Computes in the precision of its weights, on their device.
+        prompt: Tokens (B, P), padded on the left where lengths (B,) are below P.
+        max_new_tokens: How many to draw.
+        temperature: Flattens probabilities above 1, sharpens them below; 0 takes the likeliest token.
+        top_k: Draw from the k likeliest tokens only.
+        top_p: Draw from the likeliest tokens that together reach this probability.
+        latents: N, at most; by default as many as in training.
+        seed: Of the random numbers.
+        cache: Whether keys and values are kept, or computed again at every step.
+        positions: (B or 1, P + max_new_tokens) or with axes; by default 0, 1, ... from the first token.
+        allowed: Given t, the number of tokens drawn so far, says which may come next: (V,) or (B, V).
+        lengths: Of the prompts, (B,).
+        stop: Tokens that end a row, which then goes on with PAD; the stream ends when all rows have.
+        min_p: Draw from tokens at least this share as likely as the likeliest only.
+        repetition_penalty: Above 1, tokens that came before become less likely.
+        grow_latents: False, without a cache: N latents at every step, the paper's "no caching".
+        log_probs: Yield pairs: the tokens, and their log-probabilities (B,) under the model itself.
+        compile: On a GPU, whether to compile a layer first, which takes most of a minute; by default
+            where it pays. (A CUDA graph is captured either way.)
+    """
+    sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
+    most = model.config.check_latents(latents)
+    prompt, lengths = _check(model, prompt, lengths, max_new_tokens, cache, grow_latents)
+    chances = _chances(prompt, lengths, seed, max_new_tokens)
+    seen = None if repetition_penalty == 1 else _seen(model, prompt, lengths)
+    ends = torch.tensor(_ids(stop), dtype=torch.long, device=prompt.device)
+    places = _places(model, prompt, lengths, positions, max_new_tokens)
+    if prompt.shape[1] > model.config.context:
+        keep = model.config.context - most // 2
+        prompt, places = prompt[:, -keep:], places[:, prompt.shape[1] - keep :]
+        lengths = None if lengths is None else lengths.clamp(max=keep)
+    engine = (
+        _cached(model, prompt, places, lengths, most, compile)
+        if cache
+        else _recomputed(model, prompt, places, lengths, most, grow_latents)
+    )
+    return _draw(model, engine, sampling, chances, allowed, ends, seen, log_probs)
+
+
+def _draw(
+    model: PerceiverAR,
+    engine: Engine,
+    sampling: Sampling,
+    chances: Tensor,
+    allowed: Callable[[int], Any] | None,
+    ends: Tensor,
+    seen: Tensor | None,
+    log_probs: bool,
+) -> Iterator[Any]:
+    """The loop: logits, a token, and on from there."""
+    batch, new = chances.shape
+    finished = torch.zeros(batch, dtype=torch.bool, device=chances.device)
+    token = None
+    for t in range(new):
+        with _evaluating(model):
+            logits = next(engine) if token is None else engine.send(token)
+            may = None if allowed is None else _mask(allowed(t), logits, t)
+            token = sample(logits, chances[:, t], sampling, may, seen).masked_fill(finished, PAD)
+            if seen is not None:
+                seen.scatter_(1, token[:, None], True)
+            drawn = logits.float().log_softmax(-1).gather(1, token[:, None]).squeeze(1) if log_probs else None
+        yield token if drawn is None else (token, drawn.masked_fill(finished, 0.0))
+        if len(ends):
+            finished |= torch.isin(token, ends)
+            if finished.all():
+                return
+
+
+@contextmanager
+def _evaluating(model: PerceiverAR) -> Generator[None]:
+    """Without dropout and gradients; never held while the caller of a stream has its turn."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if training:
+            model.train()
+
+
+def _cached(
+    model: PerceiverAR,
+    prompt: Tensor,
+    places: Tensor,
+    lengths: Tensor | None,
+    most: int,
+    compiled: bool | None,
+) -> Engine:
+    """Each token is computed once; latents are refreshed when there are N of them."""
+    given, total = prompt.shape[1], places.shape[1]
+    room = min(model.config.context, total), most
+    logits, cache = prefill(model, prompt, places[:, :given], room, lengths)
+    decode = decode_for(cache, total - given, compiled)
+    for place in range(given, total):
+        token = yield logits
+        logits, cache = step(model, cache, token, places[:, place : place + 1], decode)
+
+
+def _recomputed(
+    model: PerceiverAR,
+    tokens: Tensor,
+    places: Tensor,
+    lengths: Tensor | None,
+    most: int,
+    grow_latents: bool,
+) -> Engine:
+    """Everything is computed at every step: of the inputs and latents that a cache would hold, or N."""
+    context = model.config.context
+    prompted = inputs = tokens.shape[1]
+    latents = half(inputs, most)
+    while True:
+        total = tokens.shape[1]
+        if not grow_latents:
+            inputs, latents = min(total, context), most
+        real = None if lengths is None else (lengths + total - prompted).clamp(max=inputs)
+        window = places[:, total - inputs : total]
+        logits = model(tokens[:, -inputs:], positions=window, latents=latents, lengths=real)
+        token = yield logits[:, -1]
+        tokens = torch.cat((tokens, token[:, None]), dim=1)
+        inputs, latents = grow(inputs, latents, context, most)
+
+
+def _check(
+    model: PerceiverAR, prompt: Tensor, lengths: Tensor | None, new: int, cache: bool, grow_latents: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Prompt and lengths on the model's device, once it is sure that they can be gone on from."""
+    if prompt.dim() != 2 or prompt.is_floating_point() or not prompt.numel():
+        raise ValueError(
+            f"a prompt must be whole numbers of shape (B, P), at least one a row, not {tuple(prompt.shape)}."
+        )
+    if new < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, but is {new}.")
+    if cache and not grow_latents:
+        raise ValueError("grow_latents=False recomputes all latents at every step: set cache=False.")
+    low, high, known = int(prompt.min()), int(prompt.max()), model.config.vocab_size
+    if low < 0 or high >= known:
+        raise ValueError(f"tokens of the prompt must be from 0 to {known - 1}, but go from {low} to {high}.")
+    if prompt.shape[1] + new - 1 > model.config.context:
+        check_forgetting(model)
+    device = model.norm.weight.device
+    if lengths is not None:
+        fits = lengths.shape == prompt.shape[:1] and not lengths.is_floating_point()
+        if not fits or int(lengths.min()) < 1 or int(lengths.max()) > prompt.shape[1]:
+            raise ValueError(
+                f"lengths must be whole numbers from 1 to {prompt.shape[1]}, one for each of the "
+                f"{len(prompt)} prompts."
+            )
+        lengths = lengths.to(device, torch.long)
+    return prompt.to(device, torch.long), lengths
+
+
+def _places(
+    model: PerceiverAR, prompt: Tensor, lengths: Tensor | None, positions: Tensor | None, new: int
+) -> Tensor:
+    """Positions of prompt and new tokens, (B or 1, P + new, A)."""
+    tokens = prompt.new_empty(len(prompt), prompt.shape[1] + new)
+    positions = None if positions is None else positions.to(prompt.device)
+    return model.place(tokens, positions, None if lengths is None else lengths + new)
+
+
+def _ids(stop: int | Iterable[int] | None) -> list[int]:
+    return [] if stop is None else [stop] if isinstance(stop, int) else [int(token) for token in stop]
+
+
+def _chances(prompt: Tensor, lengths: Tensor | None, seed: int, new: int) -> Tensor:
+    """Random numbers (B, new) in [0, 1): those of a prompt, and further ones for each repetition of it."""
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, but is {seed}.")
+    repetitions: Counter[bytes] = Counter()
+    rows = []
+    for index, row in enumerate(prompt.cpu().numpy()):
+        key = row[0 if lengths is None else len(row) - int(lengths[index]) :].tobytes()
+        rows.append(generator(seed, repetitions[key]).random(new))
+        repetitions[key] += 1
+    chances = torch.from_numpy(np.stack(rows))
+    return chances.to(prompt.device, torch.float32 if prompt.device.type == "mps" else torch.float64)
+
+
+def _seen(model: PerceiverAR, prompt: Tensor, lengths: Tensor | None) -> Tensor:
+    """Which tokens the prompts hold, (B, V)."""
+    seen = torch.zeros(len(prompt), model.config.vocab_size, dtype=torch.bool, device=prompt.device)
+    for index, row in enumerate(prompt):
+        seen[index, row[0 if lengths is None else len(row) - int(lengths[index]) :]] = True
+    return seen
+
+
+def _mask(allowed: Any, logits: Tensor, t: int) -> Tensor:
+    """What may come next, (V,) or (B, V)."""
+    mask = torch.as_tensor(allowed)
+    if mask.dtype != torch.bool or mask.shape not in (logits.shape, logits.shape[1:]):
+        raise ValueError(
+            f"allowed({t}) must give a mask of shape ({logits.shape[1]},) or {tuple(logits.shape)}."
+        )
+    if not mask.any(-1).all():
+        raise ValueError(f"allowed({t}) allows no token at all.")
+    return mask.to(logits.device)

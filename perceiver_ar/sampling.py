@@ -1,0 +1,87 @@
+"""From logits to a token: what may be drawn, how likely each is, and the draw.
+
+Letters: B batch, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How logits become probabilities; the settings act in this order."""
+
+    repetition_penalty: float = 1.0
+    """Tokens that came before have their logits divided by this if positive, multiplied if negative."""
+    temperature: float = 1.0
+    """Logits are divided by this; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Only the k likeliest tokens."""
+    top_p: float | None = None
+    """Only the likeliest tokens that together reach this probability."""
+    min_p: float | None = None
+    """Only tokens at least this share as likely as the likeliest."""
+
+    def __post_init__(self) -> None:
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, but is {self.repetition_penalty}.")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or more, but is {self.temperature}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, but is {self.top_k}.")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, but is {value}.")
+
+
+def sample(
+    logits: Tensor,
+    chance: Tensor,
+    sampling: Sampling,
+    allowed: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """One token a row: the one that its number in [0, 1) falls on when probabilities are laid end to end.
+
+    logits (B, V); chance (B,); allowed (V,) or (B, V), the tokens that may come next; seen (B, V),
+    those that came before.
+    """
+    logits = adjust(logits, sampling, allowed, seen)
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    bounds = logits.softmax(-1).cumsum(-1)  # (B, V)
+    return (bounds <= chance.to(bounds)[:, None] * bounds[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def adjust(logits: Tensor, sampling: Sampling, allowed: Tensor | None, seen: Tensor | None) -> Tensor:
+    """Logits of what is drawn from: -inf where a token is out of the question."""
+    # Float64 keeps the ends of large vocabularies apart; MPS does not have it.
+    logits = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
+    if seen is not None and sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    if sampling.temperature == 0:
+        return logits
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if sampling.top_p is not None:
+        logits = logits.masked_fill(_beyond(logits, sampling.top_p), -torch.inf)
+    if sampling.min_p is not None:
+        probabilities = logits.softmax(-1)
+        least = sampling.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < least, -torch.inf)
+    return logits
+
+
+def _beyond(logits: Tensor, share: float) -> Tensor:
+    """Which tokens come after those that reach the share, likeliest first."""
+    probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    before = probabilities.cumsum(-1) - probabilities
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= share)
