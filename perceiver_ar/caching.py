@@ -89,6 +89,7 @@ class Cache:
         )
 
 
+@torch.no_grad()
 def prefill(
     model: PerceiverAR,
     tokens: Tensor,
@@ -106,10 +107,12 @@ def prefill(
     return refresh(model, cache, half(cache.inputs, room[1]))
 
 
+@torch.no_grad()
 def read(model: PerceiverAR, cache: Cache, tokens: Tensor, positions: Tensor) -> Cache:
     """More inputs (B, T): their keys and values in the cross-attend join those held."""
     begin, end = cache.inputs, cache.inputs + tokens.shape[1]
-    assert end <= cache.room[0]
+    if end > cache.room[0]:
+        raise ValueError(f"{end} inputs do not fit into a cache with room for {cache.room[0]}.")
     cache.tokens[:, begin:end] = tokens
     cache.positions[:, begin:end] = positions
     stretch = max(1, _STRETCH // len(tokens))
@@ -121,8 +124,14 @@ def read(model: PerceiverAR, cache: Cache, tokens: Tensor, positions: Tensor) ->
     return replace(cache, inputs=end)
 
 
+@torch.no_grad()
 def refresh(model: PerceiverAR, cache: Cache, latents: int) -> tuple[Tensor, Cache]:
     """Fresh latents on the last inputs, over the keys and values that are held."""
+    if not 1 <= latents <= min(cache.inputs, cache.room[1]):
+        raise ValueError(
+            f"latents must be from 1 to the {cache.inputs} inputs, and no more than there is room for "
+            f"({cache.room[1]}), but are {latents}."
+        )
     held, positions = cache.inputs, cache.positions[:, cache.inputs - latents : cache.inputs]
     visible = lengths = None
     if cache.first is not None:
@@ -142,6 +151,7 @@ def refresh(model: PerceiverAR, cache: Cache, latents: int) -> tuple[Tensor, Cac
     return _logits(model, z), replace(cache, latents=latents)
 
 
+@torch.no_grad()
 def step(
     model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor, decode: Decode | None = None
 ) -> tuple[Tensor, Cache]:

@@ -46,6 +46,10 @@ class Captured:
 
     def __call__(self, model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor) -> Tensor:
         assert cache.keys is self.cache.keys
+        with torch.cuda.device(cache.keys.device):
+            return self._replay(model, cache, token, position)
+
+    def _replay(self, model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor) -> Tensor:
         self.token.copy_(token)
         self.position.copy_(position)
         self.column.fill_(cache.inputs)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,21 @@ def draw(
     """Draws so many samples at once, shows or writes them, and reports them with the rate."""
     if samples < 1:
         raise ValueError(f"samples must be at least 1, but is {samples}.")
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent} for {out.name}.")
-    spell = task.speller()
-    if spell is None and out is None:
+    if out is not None:
+        if not out.parent.is_dir() or out.is_dir():
+            raise ValueError(f"{out} cannot be written: give a file in a folder that exists.")
+        task.check_file(out)
+    elif task.speller() is None:
         raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
-    count = task.count(prompt) if count is None else count
+    count = _count(model, task, prompt) if count is None else count
     began = time.perf_counter()
     drawing = _tokens(model, task, prompt, count, samples, settings)
-    if spell is not None and samples == 1 and out is None and not quiet:
-        rows = [_typed(drawing, prompt, spell)]
+    if samples == 1 and out is None and not quiet:
+        rows = [_typed(drawing, task, prompt)]
     else:
         rows = _counted(drawing, count, quiet)
     seconds = time.perf_counter() - began
-    texts = [None if spell is None else "".join(map(spell, row.tolist())) for row in rows]
+    texts = [_text(task, prompt, row) for row in rows]
     files = [None] * samples if out is None else _save(task, prompt, rows, out)
     if not quiet:
         _tell(texts, files, seconds, sum(map(len, rows)))
@@ -56,6 +57,24 @@ def draw(
         "seconds": seconds,
         "tokens_per_second": sum(map(len, rows)) / seconds,
     }
+
+
+def _count(model: PerceiverAR, task: Task, prompt: Tokens) -> int:
+    """As many as the task likes, and the model can."""
+    count, config = task.count(prompt), model.config
+    if config.positions in ("rotary", "none"):
+        return count
+    return max(1, min(count, config.context - len(prompt) + 1))
+
+
+def _text(task: Task, prompt: Tokens, row: Tokens) -> str | None:
+    """What follows the prompt, whose last character may go on in it."""
+    spell = task.speller()
+    if spell is None:
+        return None
+    for token in prompt.tolist():
+        spell(token)
+    return "".join(map(spell, row.tolist()))
 
 
 def _tokens(
@@ -77,8 +96,10 @@ def _tokens(
     return (token.cpu().numpy() for token in drawing)
 
 
-def _typed(drawing: Iterator[Tokens], prompt: Tokens, spell: Callable[[int], str]) -> Tokens:
+def _typed(drawing: Iterator[Tokens], task: Task, prompt: Tokens) -> Tokens:
     """Prints the prompt, and each token of the only sample as it comes."""
+    spell = task.speller()
+    assert spell is not None
     print("".join(map(spell, prompt.tolist())), end="", flush=True)
     row = []
     for (token,) in drawing:

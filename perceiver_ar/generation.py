@@ -2,7 +2,8 @@
 
 Notable:
 - a row's tokens depend on the seed, its prompt and how many equal prompts stand above it in the
-  batch, not on the rest of the batch;
+  batch, not on the rest of the batch (except that rows have as many latents, and forget as many
+  columns, as the longest prompt asks for);
 - without a cache the same latents are computed afresh at every step, and give the same tokens.
 
 Letters: B batch, P prompt, M inputs that are kept, N latents at most, V vocabulary, A position axes.
@@ -11,6 +12,7 @@ Letters: B batch, P prompt, M inputs that are kept, N latents at most, V vocabul
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -130,12 +132,12 @@ def stream(
     sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
     most = model.config.check_latents(latents)
     prompt, lengths = _check(model, prompt, lengths, max_new_tokens, cache, grow_latents)
-    chances = _chances(prompt, lengths, seed, max_new_tokens)
+    chances = _chances(prompt, lengths, seed)
     seen = None if repetition_penalty == 1 else _seen(model, prompt, lengths)
     ends = torch.tensor(_ids(stop), dtype=torch.long, device=prompt.device)
     places = _places(model, prompt, lengths, positions, max_new_tokens)
     if prompt.shape[1] > model.config.context:
-        keep = model.config.context - most // 2
+        keep = model.config.context - (most // 2 if grow_latents else 0)
         prompt, places = prompt[:, -keep:], places[:, prompt.shape[1] - keep :]
         lengths = None if lengths is None else lengths.clamp(max=keep)
     engine = (
@@ -143,28 +145,30 @@ def stream(
         if cache
         else _recomputed(model, prompt, places, lengths, most, grow_latents)
     )
-    return _draw(model, engine, sampling, chances, allowed, ends, seen, log_probs)
+    return _draw(model, engine, max_new_tokens, sampling, chances, allowed, ends, seen, log_probs)
 
 
 def _draw(
     model: PerceiverAR,
     engine: Engine,
+    new: int,
     sampling: Sampling,
-    chances: Tensor,
+    chances: Iterator[Tensor],
     allowed: Callable[[int], Any] | None,
     ends: Tensor,
     seen: Tensor | None,
     log_probs: bool,
 ) -> Iterator[Any]:
     """The loop: logits, a token, and on from there."""
-    batch, new = chances.shape
-    finished = torch.zeros(batch, dtype=torch.bool, device=chances.device)
-    token = None
-    for t in range(new):
+    token = finished = None
+    for t, chance in zip(range(new), chances, strict=False):
         with _evaluating(model):
             logits = next(engine) if token is None else engine.send(token)
+            if finished is None:
+                _check_logits(logits)
+                finished = torch.zeros_like(chance, dtype=torch.bool)
             may = None if allowed is None else _mask(allowed(t), logits, t)
-            token = sample(logits, chances[:, t], sampling, may, seen).masked_fill(finished, PAD)
+            token = sample(logits, chance, sampling, may, seen).masked_fill(finished, PAD)
             if seen is not None:
                 seen.scatter_(1, token[:, None], True)
             drawn = logits.float().log_softmax(-1).gather(1, token[:, None]).squeeze(1) if log_probs else None
@@ -177,16 +181,16 @@ def _draw(
 
 @contextmanager
 def _evaluating(model: PerceiverAR) -> Generator[None]:
-    """Without dropout and gradients; never held while the caller of a stream has its turn."""
-    training = model.training
-    if training:
-        model.eval()
+    """No dropout, gradients or autocast; never held while the caller of a stream has its turn."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(model.norm.weight.device.type, enabled=False):
             yield
     finally:
-        if training:
-            model.train()
+        for module in training:
+            module.training = True
 
 
 def _cached(
@@ -240,7 +244,7 @@ def _check(
             f"a prompt must be whole numbers of shape (B, P), at least one a row, not {tuple(prompt.shape)}."
         )
     if new < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, but is {new}.")
+        raise ValueError(f"at least 1 token must be asked for, not {new}.")
     if cache and not grow_latents:
         raise ValueError("grow_latents=False recomputes all latents at every step: set cache=False.")
     low, high, known = int(prompt.min()), int(prompt.max()), model.config.vocab_size
@@ -265,33 +269,57 @@ def _places(
 ) -> Tensor:
     """Positions of prompt and new tokens, (B or 1, P + new, A)."""
     tokens = prompt.new_empty(len(prompt), prompt.shape[1] + new)
-    positions = None if positions is None else positions.to(prompt.device)
-    return model.place(tokens, positions, None if lengths is None else lengths + new)
+    if positions is None:
+        return model.place(tokens, None, None if lengths is None else lengths + new)
+    places, config = model.place(tokens, positions.to(prompt.device), None), model.config
+    rows = config.axes or ((config.context,) if config.positions == "learned" else ())
+    used = places[:, :-1].flatten(0, 1)  # the last token is no input
+    if places.is_floating_point() or any(
+        not 0 <= low <= high < count
+        for low, high, count in zip(used.amin(0).tolist(), used.amax(0).tolist(), rows, strict=False)
+    ):
+        raise ValueError(
+            "positions must be whole numbers" + (f" below {rows}, one for each axis." if rows else ".")
+        )
+    return places
 
 
 def _ids(stop: int | Iterable[int] | None) -> list[int]:
     return [] if stop is None else [stop] if isinstance(stop, int) else [int(token) for token in stop]
 
 
-def _chances(prompt: Tensor, lengths: Tensor | None, seed: int, new: int) -> Tensor:
-    """Random numbers (B, new) in [0, 1): those of a prompt, and further ones for each repetition of it."""
-    if seed < 0:
-        raise ValueError(f"seed must be 0 or more, but is {seed}.")
+def _chances(prompt: Tensor, lengths: Tensor | None, seed: int) -> Iterator[Tensor]:
+    """Random numbers (B,) in [0, 1), step by step: a row's own by its prompt and how often it came."""
     repetitions: Counter[bytes] = Counter()
     rows = []
     for index, row in enumerate(prompt.cpu().numpy()):
-        key = row[0 if lengths is None else len(row) - int(lengths[index]) :].tobytes()
-        rows.append(generator(seed, repetitions[key]).random(new))
+        key = blake2b(row[_padding(row, lengths, index) :].tobytes(), digest_size=8).digest()
+        rows.append(generator(seed, (int.from_bytes(key) + repetitions[key]) % 2**64))
         repetitions[key] += 1
-    chances = torch.from_numpy(np.stack(rows))
-    return chances.to(prompt.device, torch.float32 if prompt.device.type == "mps" else torch.float64)
+    return _in_blocks(rows, prompt.device)
+
+
+def _in_blocks(rows: list[np.random.Generator], device: torch.device) -> Iterator[Tensor]:
+    """Many numbers are sent to the device at once."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    while True:
+        yield from torch.from_numpy(np.stack([row.random(512) for row in rows], axis=1)).to(device, dtype)
+
+
+def _padding(row: Any, lengths: Tensor | None, index: int) -> int:
+    return 0 if lengths is None else len(row) - int(lengths[index])
+
+
+def _check_logits(logits: Tensor) -> None:
+    if logits.isnan().any():
+        raise ValueError("the model's logits are not numbers: its weights must be damaged, or diverged.")
 
 
 def _seen(model: PerceiverAR, prompt: Tensor, lengths: Tensor | None) -> Tensor:
     """Which tokens the prompts hold, (B, V)."""
     seen = torch.zeros(len(prompt), model.config.vocab_size, dtype=torch.bool, device=prompt.device)
     for index, row in enumerate(prompt):
-        seen[index, row[0 if lengths is None else len(row) - int(lengths[index]) :]] = True
+        seen[index, row[_padding(row, lengths, index) :]] = True
     return seen
 
 

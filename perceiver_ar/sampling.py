@@ -69,8 +69,8 @@ def adjust(logits: Tensor, sampling: Sampling, allowed: Tensor | None, seen: Ten
         return logits
     logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        best = logits.topk(sampling.top_k, dim=-1)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
     if sampling.top_p is not None:
         logits = logits.masked_fill(_beyond(logits, sampling.top_p), -torch.inf)
     if sampling.min_p is not None:

@@ -41,6 +41,8 @@ class Examples(Protocol):
 
 def generator(seed: int, step: int) -> np.random.Generator:
     """The random numbers of one step: the same in a resumed run as in an uninterrupted one."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be from 0 to 2**63 - 1, but is {seed}.")
     return np.random.Generator(np.random.Philox(key=[seed, step]))
 
 

@@ -123,7 +123,10 @@ def test_generate_types_writes_and_reports(tmp_path: Path) -> None:
         (("--prompt", "9"), "tokens of the prompt must be from 0 to 11"),
         (("--samples", "0"), "samples must be at least 1"),
         (("--prompt", "5", "--prompt-file", "x"), "give --prompt or --prompt-file, not both."),
-        (("--out", str(tmp_path / "no/new.npy")), "there is no folder"),
+        (("--out", str(tmp_path / "no/new.npy")), "new.npy cannot be written: give a file in a folder"),
+        (("--out", str(tmp_path)), "cannot be written"),
+        (("--tokens", "0"), "at least 1 token must be asked for"),
+        (("--seed", str(2**64)), "seed must be from 0 to 2**63 - 1"),
         (("--out", str(tmp_path / "new.txt")), "is neither a .npy nor a .jsonl file"),
         (("--top-p", "2"), "top_p must be above 0 and at most 1"),
     ):
@@ -131,6 +134,7 @@ def test_generate_types_writes_and_reports(tmp_path: Path) -> None:
         assert result.returncode == 2
         assert sentence in result.stderr
         assert "Traceback" not in result.stderr
+        assert result.stdout == ""
 
 
 def test_a_copy_is_generated_from_hexadecimal_bytes(tmp_path: Path) -> None:
@@ -141,6 +145,7 @@ def test_a_copy_is_generated_from_hexadecimal_bytes(tmp_path: Path) -> None:
     assert words[:16] == ["··", *prompt.split()]
     assert len(words) <= 32
     assert run("generate", folder, "--seed", "1").stdout != run("generate", folder, "--seed", "2").stdout
+    assert run("generate", folder, "--seed", str(2**64)).returncode == 2
     for wrong, sentence in (("0g", "hexadecimal bytes"), ("01 02", "has 2 bytes, but 15 are to be copied")):
         result = run("generate", folder, "--prompt", wrong)
         assert result.returncode == 2

@@ -195,6 +195,10 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
         assert generate(model, prompts[row : row + 1], 40, seed=5).equal(together[row : row + 1])
     assert generate(model, prompts[2:6], 40, seed=5).equal(together[2:6])
     assert len({tuple(row.tolist()) for row in together[4:]}) == 3  # equal prompts go different ways
+    even = PerceiverAR(
+        model.config
+    )  # untrained: all tokens are as likely, so what is drawn shows the numbers
+    assert len({tuple(row.tolist()) for row in generate(even, prompts, 10)[:, 9:]}) == len(prompts)
     assert not generate(model, prompts, 40, seed=6).equal(together)
     assert generate(model, prompts, 25, seed=5).equal(together[:, :34])  # and whatever the number asked for
 
@@ -340,7 +344,7 @@ def test_mistakes_are_told_before_anything_is_drawn() -> None:
         ({"prompt": prompt[0]}, "a prompt must be whole numbers of shape"),
         ({"prompt": prompt[:, :0]}, "at least one a row"),
         ({"prompt": prompt + V}, f"tokens of the prompt must be from 0 to {V - 1}"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"max_new_tokens": 0}, "at least 1 token must be asked for"),
         ({"temperature": -1}, "temperature must be 0 or more"),
         ({"temperature": float("nan")}, "temperature must be 0 or more"),
         ({"top_k": 0}, "top_k must be at least 1"),
@@ -348,7 +352,9 @@ def test_mistakes_are_told_before_anything_is_drawn() -> None:
         ({"min_p": 1.5}, "min_p must be above 0 and at most 1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
         ({"latents": CONTEXT + 1}, f"latents must be from 1 to {CONTEXT}"),
-        ({"seed": -1}, "seed must be 0 or more"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"seed": 2**64}, "seed must be from 0"),
+        ({"positions": torch.arange(109.0)[None]}, "positions must be whole numbers"),
         ({"lengths": torch.tensor([0, 9])}, "lengths must be whole numbers from 1 to 9"),
         ({"positions": torch.arange(9)[None]}, "positions of shape"),
         ({"grow_latents": False}, "set cache=False"),
@@ -369,6 +375,84 @@ def test_no_caching_as_in_the_paper_uses_all_latents_at_every_step() -> None:
     for end in range(9, 69):
         window = drawn[:, max(0, end - CONTEXT) : end]
         assert model(window)[:, -1].argmax(-1).equal(drawn[:, end])
+
+    long = torch.randint(V, (2, CONTEXT + 9))
+    _, scores = generate(model, long, 1, cache=False, grow_latents=False, temperature=0, log_probs=True)
+    exact = model(long[:, -CONTEXT:])[:, -1].log_softmax(-1).amax(-1)
+    torch.testing.assert_close(scores[:, 0], exact)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_what_was_drawn_or_given_is_penalised_but_padding_is_not(cache: bool) -> None:
+    model = small().requires_grad_(False)
+    model.output.bias -= 100  # the penalty multiplies negative logits
+    prompt = torch.tensor([[7, 7, 7, 3, 4], [5, 6, 7, 8, 9]])
+    drawn = generate(
+        model, prompt, V - 5, 0, lengths=torch.tensor([2, 5]), repetition_penalty=1e9, cache=cache
+    )
+    assert sorted(drawn[1].tolist()) == list(range(V))
+    assert len(set(drawn[0, 3:].tolist())) == V - 3
+    assert 7 in drawn[0, 5:]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_given_positions_stay_with_their_tokens_when_a_prompt_is_cut(cache: bool) -> None:
+    model, given = small(), CONTEXT + 7
+    prompt, places = torch.randint(V, (2, given)), torch.randint(5, (2, given + 3)).cumsum(1)
+    kept = CONTEXT - LATENTS // 2
+    _, scores = generate(model, prompt, 3, 0, positions=places, cache=cache, log_probs=True)
+    exact = model(prompt[:, -kept:], positions=places[:, given - kept : given], latents=LATENTS // 2)
+    torch.testing.assert_close(scores[:, 0], exact[:, -1].log_softmax(-1).amax(-1))
+
+
+@pytest.mark.parametrize("positions", ["learned", "axial"])
+def test_positions_outside_their_tables_are_refused(positions: Any) -> None:
+    model, prompt = small(positions=positions), torch.randint(V, (1, 9))
+    axes = 2 if positions == "axial" else 1
+    places = torch.zeros(1, 20, axes, dtype=torch.long)
+    generate(model, prompt, 11, positions=places)
+    for wrong in (-1, CONTEXT):
+        with pytest.raises(ValueError, match=f"whole numbers below .{CONTEXT}"):
+            stream(model, prompt, 11, positions=places.index_fill(1, torch.tensor(15), wrong))
+
+
+def test_modes_autocast_and_gradients_are_as_before() -> None:
+    model, prompt = small(residual_dropout=0.5).train(), torch.randint(V, (1, 9))
+    model.cross_attend.eval()
+    plain = generate(model, prompt, 20)
+    assert model.training
+    assert not model.cross_attend.training
+    model.eval()
+    model.cross_attend.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert generate(model, prompt, 20).equal(plain)
+    assert model.cross_attend.training
+    assert not model.training
+    logits, _ = prefill(model, prompt, torch.arange(9)[None, :, None], (20, 6))  # without no_grad
+    assert not logits.requires_grad
+
+
+def test_pieces_refuse_what_does_not_fit() -> None:
+    model, prompt, places = small(), torch.randint(V, (1, 9)), torch.arange(9)[None, :, None]
+    with pytest.raises(ValueError, match="9 inputs do not fit into a cache with room for 8"):
+        prefill(model, prompt, places, (8, 6))
+    _, cache = prefill(model, prompt[:, :3], places[:, :3], (20, 6))
+    for latents in (0, 4, 7):
+        with pytest.raises(ValueError, match="latents must be from 1 to the 3 inputs"):
+            refresh(model, cache, latents)
+
+
+def test_logits_that_are_no_numbers_are_told() -> None:
+    model = small().requires_grad_(False)
+    model.output.bias[3] = torch.nan
+    with pytest.raises(ValueError, match="the model's logits are not numbers"):
+        generate(model, torch.randint(V, (1, 9)), 2)
+
+
+def test_of_equal_tokens_top_k_keeps_k() -> None:
+    chances = torch.linspace(0, 0.99, 50)
+    drawn = sample(torch.tensor([1.0, 1.0, 1.0, 0.0]).expand(50, -1), chances, Sampling(top_k=2))
+    assert len(set(drawn.tolist())) == 2
 
 
 def test_half_precision_models_generate() -> None:

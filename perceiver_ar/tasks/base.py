@@ -1,9 +1,9 @@
 """What a task is: what its tokens mean, and nothing else. Training and evaluation know no task."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,22 @@ class Task(Config):
     synthetic: ClassVar[bool] = False
     """Whether it makes its own tokens; others read them from a store."""
 
-    ends: ClassVar[bool] = True
-    """Whether its documents end with EOS, which then ends what is generated too."""
+    @property
+    def ends(self) -> bool:
+        """Whether its documents end with EOS, which then ends what is generated too."""
+        return True
+
+    def at(self, folder: Path) -> Self:
+        """The task with the files that lie in a folder, if it needs any."""
+        return self
+
+    def files(self) -> dict[str, bytes]:
+        """Those files, which go wherever a model of the task goes."""
+        return {}
+
+    def report(self, nats: float, tokens: int, counts: Mapping[str, int]) -> dict[str, float]:
+        """What else is told of so many nats, given what a store counted besides its tokens."""
+        return {}
 
     def check(self, model: ModelConfig) -> None:
         """Refuses a model that cannot learn the task."""
@@ -75,6 +89,9 @@ class Task(Config):
     def speller(self) -> Callable[[int], str] | None:
         """Turns one token after another into text; None where they are no text."""
         return None
+
+    def check_file(self, path: Path) -> None:
+        """Refuses a file that what is drawn could not be written to."""
 
     def save(self, tokens: Tokens, path: Path) -> None:
         """Writes what was drawn to a file: as text, if it is."""

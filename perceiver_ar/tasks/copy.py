@@ -15,7 +15,7 @@ from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens, Window, crop_end, crop_weight, generator
 
 VALIDATION_SEED = 2**31
-"""Far from the seeds of training, so that what is evaluated was not trained on."""
+"""Far from the seeds and steps of training, so that what is evaluated was not trained on."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CopyTask(Task):
     def start(self, seed: int) -> Tokens:
         """The first half of a sequence that was not trained on."""
         half = self.length // 2
-        return mirrored(generator(VALIDATION_SEED, self.sequences + seed), half, whole=True)[:half]
+        return mirrored(generator(seed, VALIDATION_SEED), half, whole=True)[:half]
 
     def count(self, prompt: Tokens) -> int:
         return self.length - len(prompt)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -18,7 +18,10 @@ class TokensTask(Task):
     """Ids as they are, counted from FIRST, each document after a BOS."""
 
     name: ClassVar[str] = "tokens"
-    ends: ClassVar[bool] = False
+
+    @property
+    def ends(self) -> bool:
+        return False
 
     def read(self, path: Path) -> Document:
         found = [encode(ids) for ids in read_ids(path, "uint16")]
@@ -40,15 +43,17 @@ class TokensTask(Task):
     def speller(self) -> Callable[[int], str]:
         return lambda token: f"{token - FIRST} " if token >= FIRST else ""
 
+    def check_file(self, path: Path) -> None:
+        if path.suffix not in (".npy", ".jsonl"):
+            raise ValueError(f"{path} is neither a .npy nor a .jsonl file.")
+
     def save(self, tokens: Tokens, path: Path) -> None:
         """As .npy, or as a line of .jsonl: what `prepare` and `score` read."""
         ids = tokens[tokens >= FIRST] - FIRST
         if path.suffix == ".npy":
             np.save(path, ids)
-        elif path.suffix == ".jsonl":
-            path.write_text(json.dumps(ids.tolist()) + "\n")
         else:
-            raise ValueError(f"{path} is neither a .npy nor a .jsonl file.")
+            path.write_text(json.dumps(ids.tolist()) + "\n")
 
 
 def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:
@@ -111,11 +116,21 @@ def find_files(source: Path) -> list[Path]:
 
 
 def prepare(
-    source: Path, out: Path, validation: float = 0.05, vocab_size: int | None = None, dtype: str = "uint16"
+    source: Path,
+    /,
+    out: Path,
+    validation: float = 0.05,
+    vocab_size: int | None = None,
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16",
 ) -> Store:
-    """Makes a store: a folder's train/ and validation/ as they are, or a share of the documents.
+    """Turn ids that you already have into a token store.
 
-    A single document is cut: its end becomes the validation split.
+    Args:
+        source: A .npy, .bin or .jsonl file, or a folder, perhaps with train/ and validation/ below it.
+        out: Folder of the store.
+        validation: Share of the documents that is kept for validation; of a single one, its end.
+        vocab_size: Number of different ids. Default: the largest and one.
+        dtype: Type of the ids in .bin files.
     """
     if not 0 <= validation < 1:
         raise ValueError(f"the validation share must be at least 0 and below 1, but is {validation}.")
