@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -42,30 +42,30 @@ def show_presets(as_json: Json = False) -> None:
 
 
 @app.command(name="prepare")
-def prepare(
-    task: Annotated[Literal["tokens"], tyro.conf.Positional],
-    source: Annotated[Path, tyro.conf.Positional],
-    out: Path,
-    validation: float = 0.05,
-    vocab_size: int | None = None,
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16",
-) -> None:
-    """Turn raw files into a token store.
+def prepare(task: Annotated[str, tyro.conf.Positional]) -> None:
+    """Turn raw files into a token store: `perceiver-ar prepare TASK --help`."""
+    raise AssertionError("run by prepare_task, which knows the task's own settings")
 
-    Args:
-        task: tokens: ids that you already have, in .npy, .bin or .jsonl files.
-        source: A file, or a folder of them, perhaps with train/ and validation/ below it.
-        out: Folder of the store.
-        validation: Share of the documents that is kept for validation; of a single one, its end.
-        vocab_size: Number of different ids. Default: the largest and one.
-        dtype: Type of the ids in .bin files.
-    """
-    from perceiver_ar.tasks.tokens import prepare
 
-    store = prepare(source, out, validation, vocab_size, dtype)
+def prepare_task(arguments: list[str]) -> None:
+    """The settings are those of the task's own function."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: perceiver-ar prepare text|tokens SOURCE --out DIR")
+        print("`perceiver-ar prepare text --help` lists all settings.")
+        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+    from perceiver_ar import tasks
+
+    store = tyro.cli(
+        tasks.preparer(arguments[0]),
+        args=arguments[1:],
+        prog=f"perceiver-ar prepare {arguments[0]}",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
     for name, split in store.meta["splits"].items():
-        print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
-    print(f"{out}: vocabulary {store.vocab_size:,} with the special tokens, stored as {store.meta['dtype']}")
+        counted = "".join(f", {count:,} {what}" for what, count in split.get("counts", {}).items())
+        print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens{counted}")
+    size, kind = store.vocab_size, store.meta["dtype"]
+    print(f"{store.folder}: vocabulary {size:,} with the special tokens, stored as {kind}")
 
 
 @app.command(name="train")
@@ -142,8 +142,8 @@ def evaluate(
 
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"there is no folder {plot.parent} for the plot.")
-    model, experiment, before = load(run, str(pick_device(device)))
-    source = open_source(experiment.task, experiment.options, data or before)
+    model, task, before = load(run, str(pick_device(device)))
+    source = open_source(task.name, task.to_dict(), data or before)
     check_vocabulary(source, model)
     documents = source.documents(split)
     with progress_bar(not as_json, "scoring") as progress:
@@ -181,13 +181,11 @@ def score(
         latents: How many to use. Default: as many as in training.
         stride: Targets between windows. Default: half the latents.
     """
-    from perceiver_ar import tasks
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import score
     from perceiver_ar.run import load
 
-    model, experiment, _ = load(run, str(pick_device(device)))
-    task = tasks.get(experiment.task, experiment.options)
+    model, task, _ = load(run, str(pick_device(device)))
     document = task.read(file)
     if document.tokens.max() >= model.config.vocab_size:
         raise ValueError(f"{file} holds tokens that the model does not know.")
@@ -236,7 +234,6 @@ def generate(
         seed: Another seed gives other samples.
         out: File to write to; several samples are numbered.
     """
-    from perceiver_ar import tasks
     from perceiver_ar.device import best_dtype, pick_device
     from perceiver_ar.drawing import draw
     from perceiver_ar.run import load
@@ -244,9 +241,8 @@ def generate(
     if prompt is not None and prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both.")
     where = pick_device(device)
-    model, experiment, _ = load(run, str(where))
+    model, task, _ = load(run, str(where))
     model = model.to(best_dtype(where))
-    task = tasks.get(experiment.task, experiment.options)
     given = (
         task.prompt_file(prompt_file)
         if prompt_file is not None
@@ -273,6 +269,8 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["train"]:
             train_preset(sys.argv[2:])
+        elif sys.argv[1:2] == ["prepare"]:
+            prepare_task(sys.argv[2:])
         else:
             app.cli(
                 prog="perceiver-ar",

@@ -5,7 +5,7 @@ it did (appendix G). Losses are sums and counts until the very end.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -46,10 +46,11 @@ class Totals:
                 total, count = self.by_position.get(int(_BOUNDS[bound]), (0.0, 0))
                 self.by_position[int(_BOUNDS[bound])] = total + float(inside.sum()), count + len(inside)
 
-    def report(self, task: Task) -> dict[str, Any]:
-        """Means: nats and bits a token, accuracy where the task has it, and nats by position."""
+    def report(self, task: Task, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Means: nats and bits a token, what the task makes of them, and nats by position."""
         mean = self.nats / self.tokens
         report: dict[str, Any] = {"tokens": self.tokens, "nats": mean, "bits": mean / math.log(2)}
+        report |= task.report(self.nats, self.tokens, counts)
         if task.accuracy and self.right is not None:
             report["accuracy"] = self.right / self.tokens
         report["by_position"] = {
@@ -78,7 +79,7 @@ def evaluate(
             progress(totals.tokens, wanted)
     if not totals.tokens:
         raise ValueError("there is nothing to evaluate: the documents hold no token that is scored.")
-    return totals.report(task)
+    return totals.report(task, getattr(documents, "counts", {}))
 
 
 def score(
@@ -139,6 +140,7 @@ class Documents(Sequence[Document]):
 
     def __init__(self, split: Split) -> None:
         self.split = split
+        self.counts: dict[str, int] = split.meta.get("counts", {})
 
     def __len__(self) -> int:
         return len(self.split)

@@ -51,7 +51,7 @@ def open_source(task: str, options: dict[str, Any], data: str | Path | None) -> 
             raise ValueError(f"the task '{task}' needs data: --data with a store that `prepare` made.")
         return Source(found, None)
     store = Store.open(data)
-    return Source(tasks.get(store.meta["task"], store.meta["options"]), store)
+    return Source(tasks.get(store.meta["task"], store.meta["options"]).at(store.folder), store)
 
 
 def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -> Experiment:
@@ -60,7 +60,8 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
     if source.store is not None and source.store.vocab_size != vocabulary:
         vocabulary = source.store.vocab_size
         say(f"The store's vocabulary of {vocabulary:,} is taken instead of the preset's.")
-    model = replace(experiment.model, vocab_size=vocabulary)
+    cutoffs = tuple(cutoff for cutoff in experiment.model.cutoffs if cutoff < vocabulary)
+    model = replace(experiment.model, vocab_size=vocabulary, cutoffs=cutoffs)
     task.check(model)
     if experiment.train.evaluate_every and not source.has("validation"):
         raise ValueError(
@@ -136,19 +137,21 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def export(folder: Path, model: Pretrained, experiment: Experiment, data: str | None) -> None:
-    """Writes model/: weights and config, and beside them the experiment, which names the task."""
+def export(folder: Path, model: Pretrained, experiment: Experiment, task: Task, data: str | None) -> None:
+    """Writes model/: weights and config, and beside them the experiment and the files of its task."""
 
     def write(beside: Path) -> None:
         model.save_pretrained(beside)
+        for name, content in task.files().items():
+            (beside / name).write_bytes(content)
         about = {"experiment": experiment.to_dict(), "data": data, "sha256": file_digest(beside / WEIGHTS)}
         write_sealed(beside / "experiment.json", about)
 
     write_folder(folder / "model", write)
 
 
-def load(run: str | Path, device: str) -> tuple[PerceiverAR, Experiment, str | None]:
-    """The model of a run folder, or of its model/ alone; its experiment; and where its data were."""
+def load(run: str | Path, device: str) -> tuple[PerceiverAR, Task, str | None]:
+    """The model of a run folder, or of its model/ alone; its task; and where its data were."""
     folder = Path(run)
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist: give the folder of a run.")
@@ -162,4 +165,5 @@ def load(run: str | Path, device: str) -> tuple[PerceiverAR, Experiment, str | N
     if file_digest(inner / WEIGHTS) != about["sha256"]:
         raise Damaged(f"{inner / WEIGHTS} is damaged.")
     model = PerceiverAR.from_pretrained(inner, map_location=device)
-    return model, Experiment.from_dict(about["experiment"]), about["data"]
+    experiment = Experiment.from_dict(about["experiment"])
+    return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]

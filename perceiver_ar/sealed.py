@@ -27,7 +27,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     raise Damaged(f"{path} is missing or damaged.")
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Writes a file so that it is either as before or whole, even if the machine dies."""
     beside = path.with_name(f".{path.name}.partial")
     with beside.open("wb") as file:

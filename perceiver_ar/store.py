@@ -7,7 +7,7 @@ checksums.bin (one of each block of tokens.bin).
 
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -110,12 +110,19 @@ def smallest_dtype(vocab_size: int) -> str:
 
 def write_store(
     folder: str | Path,
-    splits: Mapping[str, Iterable[Tokens]],
+    splits: Mapping[str, Iterable[Tokens | Iterator[Tokens]]],
     vocab_size: int,
     task: str,
     options: dict[str, Any] | None = None,
+    *,
+    files: Mapping[str, bytes] | None = None,
+    counts: Mapping[str, dict[str, int]] | None = None,
 ) -> Store:
-    """Writes a store beside its place, then renames it: what is there is whole."""
+    """Writes a store beside its place, then renames it: what is there is whole.
+
+    A document is an array, or comes in stretches. files: what else belongs to the store, such as a
+    vocabulary. counts: what else is known of each split, such as its words.
+    """
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} exists already: choose another --out, or remove it.")
@@ -130,21 +137,28 @@ def write_store(
         "dtype": dtype,
         "splits": {name: _write_split(beside / name, documents, dtype) for name, documents in splits.items()},
     }
+    for name, known in (counts or {}).items():
+        meta["splits"][name]["counts"] = known
+    for name, content in (files or {}).items():
+        (beside / name).write_bytes(content)
     write_sealed(beside / "meta.json", meta)
     beside.rename(folder)
     return Store.open(folder)
 
 
-def _write_split(folder: Path, documents: Iterable[Tokens], dtype: str) -> dict[str, Any]:
+def _write_split(folder: Path, documents: Iterable[Tokens | Iterator[Tokens]], dtype: str) -> dict[str, Any]:
     folder.mkdir(parents=True)
     offsets, kind = [0], np.dtype(dtype).newbyteorder("<")
     with (folder / "tokens.bin").open("wb") as file:
         blocks = _Blocks(file)
         for document in documents:
-            if not len(document):
+            length = 0
+            for stretch in [document] if isinstance(document, np.ndarray) else document:
+                length += len(stretch)
+                blocks.write(np.ascontiguousarray(stretch, dtype=kind).data.cast("B"))
+            if not length:
                 raise ValueError("a document is empty: leave it out.")
-            offsets.append(offsets[-1] + len(document))
-            blocks.write(memoryview(np.ascontiguousarray(document, dtype=kind).tobytes()))
+            offsets.append(offsets[-1] + length)
         checksums = blocks.finish()
     meta: dict[str, Any] = {"documents": len(offsets) - 1, "tokens": offsets[-1]}
     for name, values, kind in (("offsets", offsets, "<u8"), ("checksums", checksums, "<u4")):

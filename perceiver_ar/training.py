@@ -303,7 +303,7 @@ def evaluate_step(job: Job, run: State) -> None:
         run.evaluated, run.worse = run.step, run.worse + 1
         if report["nats"] < run.best:
             with unless_full(job, run):
-                export(job.folder, run.model, job.experiment, job.data)
+                export(job.folder, run.model, job.experiment, job.source.task, job.data)
                 run.best, run.worse = report["nats"], 0
                 words += "  (best so far: kept)"
     job.metrics.log({"step": run.step, "validation": means})
@@ -333,7 +333,7 @@ def keep(job: Job, run: State) -> None:
     with unless_full(job, run):
         if not job.config.evaluate_every:
             with averaged(run):
-                export(job.folder, run.model, job.experiment, job.data)
+                export(job.folder, run.model, job.experiment, job.source.task, job.data)
         save_checkpoint(job.folder / "checkpoints", run.step, run.checkpoint(), job.config.keep)
         run.kept = run.step
     job.metrics.start_clock()

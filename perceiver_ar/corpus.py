@@ -1,0 +1,220 @@
+"""Where text comes from, and how it is cut into parts that can be worked on apart.
+
+A .txt file, or any other that is not binary, is one document; a .jsonl file holds one a line, a
+.parquet file one a row. Long documents are cut at the ends of lines.
+"""
+
+import json
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from perceiver_ar.extras import need
+
+PART = 8 << 20
+"""Bytes of text that are worked on at a time."""
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the documents that go to other splits than train."""
+
+    validation: float
+    test: float
+
+    def __post_init__(self) -> None:
+        if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
+            raise ValueError("the shares of validation and test must be at least 0 and together below 1.")
+
+    def split(self, place: float) -> str:
+        """Of a place between 0 and 1."""
+        if place < 1 - self.validation - self.test:
+            return "train"
+        return "validation" if place < 1 - self.test else "test"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a text or .jsonl file, or one row group of a .parquet file."""
+
+    path: str
+    start: int
+    stop: int
+    """Bytes, or numbers of row groups."""
+    size: int
+    """In bytes, about."""
+    split: str | None
+    """None where each document finds its split by itself."""
+    begins: bool = True
+    ends: bool = True
+    """Whether a document begins or ends here, or is only gone on with."""
+    final: bool = True
+    """Whether its text ends here too, and was not cut to make a split."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Text of one document, or some of it."""
+
+    data: bytes
+    split: str
+    begins: bool = True
+    ends: bool = True
+    final: bool = True
+
+
+def find_files(source: Path, pattern: str) -> dict[str | None, list[Path]]:
+    """The files of each split, where folders or files name them; otherwise all under None."""
+    if source.is_file():
+        return {None: [source]}
+    if not source.is_dir():
+        raise ValueError(f"{source} does not exist.")
+    inside = sorted(source.iterdir())
+    named = {split: [p for p in inside if p.name.split(".")[0] == split] for split in SPLITS}
+    if not named["train"]:
+        named = {None: [source]}
+    found: dict[str | None, list[Path]] = {}
+    for split, places in named.items():
+        files = [file for place in places for file in _below(place, pattern)]
+        if files:
+            found[split] = files
+    if not found:
+        raise ValueError(f"{source} holds no files that fit '{pattern}'.")
+    return found
+
+
+def _below(place: Path, pattern: str) -> list[Path]:
+    if place.is_file():
+        return [place]
+    hidden = (p for p in sorted(place.rglob(pattern)) if p.is_file())
+    return [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(place).parts)]
+
+
+def plan(files: dict[str | None, list[Path]], shares: Shares) -> list[list[Span]]:
+    """All text in parts of about PART bytes each, in order."""
+    spans = [span for split, paths in files.items() for span in _spans(split, paths, shares)]
+    if not spans:
+        raise ValueError("all of these files are empty.")
+    parts: list[list[Span]] = [[]]
+    filled = 0
+    for span in spans:
+        if filled >= PART:
+            parts.append([])
+            filled = 0
+        parts[-1].append(span)
+        filled += span.size
+    return parts
+
+
+def _spans(split: str | None, paths: list[Path], shares: Shares) -> Iterator[Span]:
+    texts = [path for path in paths if path.suffix not in (".jsonl", ".parquet") and path.stat().st_size]
+    drawn = dict(zip(texts, _draw(len(texts), shares), strict=True))
+    for path in paths:
+        size = path.stat().st_size
+        if path.suffix == ".jsonl":
+            yield from (Span(str(path), a, b, b - a, split) for a, b in _cut(path, 0, size, whole_lines=True))
+        elif path.suffix == ".parquet":
+            yield from _row_groups(path, split)
+        elif size and split is None and len(texts) == 1:
+            yield from _divide(path, size, shares)
+        elif size:
+            yield from _text(path, 0, size, split or drawn[path], final=True)
+
+
+def _draw(count: int, shares: Shares) -> list[str]:
+    """A split for each of so many documents, at least one for each that has a share."""
+    tests = max(1, round(count * shares.test)) if shares.test else 0
+    others = max(1, round(count * shares.validation)) if shares.validation else 0
+    splits = ["test"] * tests + ["validation"] * others + ["train"] * max(0, count - tests - others)
+    random.Random(0).shuffle(splits)
+    if count > 1 and "train" not in splits:
+        raise ValueError(f"{count} documents are too few to divide: lower --validation and --test.")
+    return splits[:count]
+
+
+def _divide(path: Path, size: int, shares: Shares) -> Iterator[Span]:
+    """A single document: its end is for validation, and what is after that for the test."""
+    held = [round(size * share) for share in (shares.validation, shares.test)]
+    bounds = [0, size - sum(held), size - held[1], size]
+    for split, (start, stop) in zip(SPLITS, pairwise(bounds), strict=True):
+        if start < stop:
+            yield from _text(path, start, stop, split, final=stop == size)
+
+
+def _text(path: Path, start: int, stop: int, split: str, final: bool) -> Iterator[Span]:
+    """A document in parts."""
+    with path.open("rb") as file:
+        if b"\0" in file.read(8192):
+            raise ValueError(f"{path} is a binary file, not text: leave it out, or choose with --pattern.")
+    for a, b in _cut(path, start, stop):
+        yield Span(str(path), a, b, b - a, split, a == start, b == stop, final and b == stop)
+
+
+def _cut(path: Path, start: int, stop: int, whole_lines: bool = False) -> list[tuple[int, int]]:
+    """A stretch of a file in parts that end with a line: always, or unless lines are huge."""
+    bounds, reach = [start, stop], stop if whole_lines else PART
+    with path.open("rb") as file:
+        for at in range(start + PART, stop, PART):
+            file.seek(at)
+            line = file.readline(min(reach, stop - at))
+            bounds.append(at + len(line) if line.endswith(b"\n") or whole_lines else at)
+    return list(pairwise(sorted(set(bounds))))
+
+
+def _row_groups(path: Path, split: str | None) -> Iterator[Span]:
+    about = _parquet(path).metadata
+    for group in range(about.num_row_groups):
+        yield Span(str(path), group, group + 1, about.row_group(group).total_byte_size, split)
+
+
+def _parquet(path: Path) -> Any:
+    return need("pyarrow.parquet", "text").ParquetFile(path)
+
+
+def read(spans: Sequence[Span], key: str, shares: Shares) -> Iterator[Stretch]:
+    """The text of a part."""
+    for span in spans:
+        path = Path(span.path)
+        if path.suffix == ".parquet":
+            documents = _rows(path, span.start, key)
+        else:
+            with path.open("rb") as file:
+                file.seek(span.start)
+                data = file.read(span.stop - span.start)
+            if path.suffix != ".jsonl":
+                assert span.split is not None
+                yield Stretch(data, span.split, span.begins, span.ends, span.final)
+                continue
+            documents = _lines(path, data, key)
+        for document in filter(None, documents):
+            place = zlib.crc32(document) / 2**32
+            yield Stretch(document, span.split or shares.split(place))
+
+
+def _lines(path: Path, data: bytes, key: str) -> Iterator[bytes]:
+    for line in data.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            text = value if isinstance(value, str) else value[key]
+            yield text.encode("utf-8", "surrogatepass")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{path} holds a line that is not an object with a text at '{key}': {line[:60]!r}"
+            ) from None
+
+
+def _rows(path: Path, group: int, key: str) -> Iterator[bytes]:
+    file = _parquet(path)
+    if key not in file.schema_arrow.names:
+        raise ValueError(
+            f"{path} has no column '{key}': choose one of {', '.join(file.schema_arrow.names)} with --key."
+        )
+    for value in file.read_row_group(group, columns=[key]).column(0).to_pylist():
+        yield value.encode() if isinstance(value, str) else value or b""

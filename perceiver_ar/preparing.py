@@ -1,0 +1,271 @@
+"""Text to a token store, part by part on all cores; what is done stays done when it is begun again.
+
+Parts lie beside the store until all are there, each written whole. The same command finds them, and
+the store comes out the same however often it was interrupted.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from io import BytesIO
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perceiver_ar import vocabulary
+from perceiver_ar.corpus import SPLITS, Shares, Span, read
+from perceiver_ar.sealed import Damaged, read_sealed, write_sealed, write_whole
+from perceiver_ar.store import Store, smallest_dtype, write_store
+from perceiver_ar.tasks.base import BOS, EOS
+from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, Words
+from perceiver_ar.windows import Tokens
+
+SAMPLE = 20 << 20
+"""Bytes of text that pieces of words are learned from, taken from all over the corpus."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What there is to do."""
+
+    parts: list[list[Span]]
+    key: str
+    shares: Shares
+
+    def read(self, index: int) -> Iterator[Any]:
+        return read(self.parts[index], self.key, self.shares)
+
+    def size(self, index: int) -> int:
+        return sum(span.size for span in self.parts[index])
+
+
+def make_store(
+    corpus: Corpus,
+    out: Path,
+    kind: Kind,
+    size: int | None,
+    given: bytes | None,
+    workers: int,
+    progress: Callable[[str], Any],
+) -> Store:
+    """Encodes all parts and puts them together."""
+    work = out.with_name(f".{out.name}.parts")
+    _open(work, {"corpus": asdict(corpus), "stamps": _stamps(corpus), "kind": kind, "size": size})
+    words = _vocabulary(corpus, work, kind, size, given, workers, progress)
+    missing = [index for index in range(len(corpus.parts)) if not _path(work, index).exists()]
+    encode = partial(_encode, corpus, words.save(), kind, work)
+    with progress("encoding") as moved:
+        _each(encode, missing, corpus, workers, moved)
+    store = _join(corpus, work, out, words, kind)
+    shutil.rmtree(work)
+    return store
+
+
+def _stamps(corpus: Corpus) -> list[list[Any]]:
+    """Size and time of each file: when one changes, all begins anew."""
+    paths = sorted({span.path for part in corpus.parts for span in part})
+    return [[path, (stat := Path(path).stat()).st_size, stat.st_mtime_ns] for path in paths]
+
+
+def _open(work: Path, about: dict[str, Any]) -> None:
+    """Keeps parts that were made for the very same store; otherwise begins anew."""
+    plan = work / "plan.json"
+    try:
+        same = read_sealed(plan) == about
+    except Damaged:
+        same = False
+    if not same:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        write_sealed(plan, about)
+
+
+def _path(work: Path, index: int) -> Path:
+    return work / f"part-{index:06}.npz"
+
+
+def _vocabulary(
+    corpus: Corpus,
+    work: Path,
+    kind: Kind,
+    size: int | None,
+    given: bytes | None,
+    workers: int,
+    progress: Callable[[str], Any],
+) -> Vocabulary:
+    """As given, as made before the interruption, or made now."""
+    if given is not None or kind == "bytes":
+        return vocabulary.load(kind, given or b"")
+    path = work / FILES[kind]
+    if path.exists():
+        return vocabulary.load(kind, path.read_bytes())
+    if kind == "words":
+        counts: Counter[str] = Counter()
+        with progress("counting words") as moved:
+            _each(
+                partial(_count, corpus), list(range(len(corpus.parts))), corpus, workers, moved, counts.update
+            )
+        made: Vocabulary = Words.choose(counts, size)
+    else:
+        with progress(f"learning {size:,} pieces"):
+            made = Pieces.train(_sample(corpus), kind, size or 32_000)
+    write_whole(path, made.save())
+    return made
+
+
+def _sample(corpus: Corpus) -> Iterator[str]:
+    """Lines of the training text, as many from each part."""
+    quota = -(-SAMPLE // len(corpus.parts))
+    for index in range(len(corpus.parts)):
+        left = quota
+        for stretch in corpus.read(index):
+            if stretch.split == "train" and left > 0:
+                text = stretch.data[:left].decode("utf-8", "ignore")
+                left -= len(stretch.data)
+                yield from (line for line in text.split("\n") if line)
+
+
+def _count(corpus: Corpus, index: int) -> dict[str, int]:
+    """Words of the training text of a part, and ends of lines."""
+    counts: Counter[str] = Counter()
+    for stretch in corpus.read(index):
+        if stretch.split == "train":
+            lines = vocabulary.read_lines(stretch.data)
+            counts.update(word for line in lines for word in line.split())
+            counts["<eos>"] += len(lines)
+    return counts
+
+
+def _encode(corpus: Corpus, content: bytes, kind: Kind, work: Path, index: int) -> None:
+    """Writes one part: tokens, where stretches and documents end, and counts, for each split."""
+    words = _loaded(kind, content)
+    dtype = smallest_dtype(words.size)
+    tokens: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
+    ends: dict[str, list[bool]] = {split: [] for split in SPLITS}
+    counts = {split: np.zeros(2, dtype=np.int64) for split in SPLITS}
+    for stretch in corpus.read(index):
+        try:
+            body = words.encode(stretch.data)
+        except ValueError as error:
+            raise ValueError(f"{corpus.parts[index][0].path}: {error}") from None
+        counts[stretch.split] += (len(stretch.data), words.count_words(stretch.data, body))
+        start, stop = int(stretch.begins), int(stretch.begins) + len(body)
+        framed = np.empty(stop + (stretch.final and words.ends), dtype)
+        framed[:start], framed[start:stop], framed[stop:] = BOS, body, EOS
+        tokens[stretch.split].append(framed)
+        ends[stretch.split].append(stretch.ends)
+    arrays: dict[str, Any] = {}
+    for split in SPLITS:
+        arrays[f"{split}-tokens"] = np.concatenate((*tokens[split], np.zeros(0, dtype)))
+        arrays[f"{split}-lengths"] = np.array([len(x) for x in tokens[split]], dtype=np.int64)
+        arrays[f"{split}-ends"] = np.array(ends[split], dtype=bool)
+        arrays[f"{split}-counts"] = counts[split]
+    packed = BytesIO()
+    np.savez(packed, **arrays)
+    write_whole(_path(work, index), packed.getbuffer())
+
+
+_cached: list[Any] = []
+
+
+def _loaded(kind: Kind, content: bytes) -> Vocabulary:
+    """The vocabulary, read once in each process."""
+    if not _cached or _cached[0] != (kind, content):
+        _cached[:] = [(kind, content), vocabulary.load(kind, content)]
+    return _cached[1]
+
+
+def _each(
+    work: Callable[[int], Any],
+    indices: Sequence[int],
+    corpus: Corpus,
+    workers: int,
+    moved: Progress,
+    take: Callable[[Any], object] = lambda result: None,
+) -> None:
+    """Does the parts on all cores, in any order."""
+    whole = sum(map(corpus.size, range(len(corpus.parts))))
+    done = whole - sum(map(corpus.size, indices))
+    moved(done, whole)
+    if min(workers, len(indices)) <= 1:
+        for index in indices:
+            take(work(index))
+            moved(done := done + corpus.size(index), whole)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _follow_parent) as pool:
+        futures = {pool.submit(work, index): index for index in indices}
+        try:
+            for future in as_completed(futures):
+                take(future.result())
+                moved(done := done + corpus.size(futures[future]), whole)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _follow_parent() -> None:
+    """Leaves Ctrl-C to the parent, and ends when that is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _join(corpus: Corpus, work: Path, out: Path, words: Vocabulary, kind: Kind) -> Store:
+    """The store of all parts."""
+    paths = [_path(work, index) for index in range(len(corpus.parts))]
+    counts = {split: np.zeros(2, dtype=np.int64) for split in SPLITS}
+    for path in paths:
+        with np.load(path) as part:
+            for split in SPLITS:
+                counts[split] += part[f"{split}-counts"]
+    held = [split for split in SPLITS if counts[split][0]]
+    name = FILES.get(kind)
+    return write_store(
+        out,
+        {split: _documents(paths, split) for split in held},
+        words.size,
+        "text",
+        {"tokenizer": kind, "sha256": sha256(words.save()).hexdigest() if name else ""},
+        files={} if name is None else {name: words.save()},
+        counts={s: dict(zip(("bytes", "words"), counts[s].tolist(), strict=True)) for s in held},
+    )
+
+
+def _documents(paths: list[Path], split: str) -> Iterator[Iterator[Tokens]]:
+    """Each document as its stretches, one part in memory at a time."""
+    stretches = ((tokens, end) for path in paths for tokens, end in _stretches(path, split))
+    for tokens, end in stretches:
+        yield _one(tokens, end, stretches)
+
+
+def _stretches(path: Path, split: str) -> Iterator[tuple[Tokens, bool]]:
+    with np.load(path) as part:
+        tokens, lengths, ends = (part[f"{split}-{name}"] for name in ("tokens", "lengths", "ends"))
+    cuts = np.cumsum(lengths)[:-1]
+    yield from zip(np.split(tokens, cuts) if len(lengths) else [], ends.tolist(), strict=True)
+
+
+def _one(tokens: Tokens, end: bool, more: Iterator[tuple[Tokens, bool]]) -> Iterator[Tokens]:
+    yield tokens
+    while not end:
+        tokens, end = next(more)
+        yield tokens

@@ -1,0 +1,197 @@
+"""Text: from files to tokens and back, and what is reported of it."""
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+
+from perceiver_ar import vocabulary
+from perceiver_ar.corpus import Shares, find_files, plan
+from perceiver_ar.extras import need
+from perceiver_ar.preparing import Corpus, make_store
+from perceiver_ar.report import progress_bar
+from perceiver_ar.sealed import Damaged
+from perceiver_ar.store import Store
+from perceiver_ar.tasks.base import BOS, EOS, Document, Task
+from perceiver_ar.vocabulary import FILES, Kind, Vocabulary, check_exact
+from perceiver_ar.windows import Tokens
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """Text in tokens of one kind, each document after a BOS and, except in words, before an EOS."""
+
+    name: ClassVar[str] = "text"
+
+    tokenizer: Kind = "bytes"
+    """Which kind of tokens."""
+    sha256: str = ""
+    """Of the tokenizer's file, if it has one."""
+
+    def at(self, folder: Path) -> Self:
+        """With the vocabulary that lies there."""
+        name, content = FILES.get(self.tokenizer), b""
+        if name is not None:
+            path = folder / name
+            content = path.read_bytes() if path.exists() else b""
+            if sha256(content).hexdigest() != self.sha256:
+                raise Damaged(f"{path} is missing or damaged.")
+        object.__setattr__(self, "vocabulary", vocabulary.load(self.tokenizer, content))
+        return self
+
+    vocabulary: ClassVar[Vocabulary]
+
+    def files(self) -> dict[str, bytes]:
+        name = FILES.get(self.tokenizer)
+        return {} if name is None else {name: self.vocabulary.save()}
+
+    @property
+    def ends(self) -> bool:
+        return self.vocabulary.ends
+
+    def read(self, path: Path) -> Document:
+        tokens = np.concatenate((self.prompt_file(path), [EOS] * self.ends))
+        return Document(tokens, 1, len(tokens))
+
+    def prompt(self, text: str) -> Tokens:
+        return self._after_bos(text.encode("utf-8", "surrogateescape"))
+
+    def prompt_file(self, path: Path) -> Tokens:
+        return self._after_bos(path.read_bytes())
+
+    def _after_bos(self, data: bytes) -> Tokens:
+        return np.concatenate(([BOS], self.vocabulary.encode(data))).astype(np.int64)
+
+    def speller(self) -> Callable[[int], str]:
+        return self.vocabulary.speller()
+
+    def save(self, tokens: Tokens, path: Path) -> None:
+        path.write_bytes(self.vocabulary.decode(tokens))
+
+    def report(self, nats: float, tokens: int, counts: Mapping[str, int]) -> dict[str, float]:
+        """Perplexity a token; where they were counted, bits a byte and perplexity a word."""
+        found = {"perplexity": _exp(nats / tokens)}
+        if counts.get("bytes"):
+            found["bits_per_byte"] = nats / math.log(2) / counts["bytes"]
+        if counts.get("words"):
+            found["word_perplexity"] = _exp(nats / counts["words"])
+        return found
+
+    def show(self, truth: Tokens, predicted: Tokens) -> str:
+        lines = (("true      ", truth), ("predicted ", predicted))
+        return "\n".join(
+            name + repr(self.vocabulary.decode(tokens).decode(errors="replace")) for name, tokens in lines
+        )
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))
+
+
+def prepare(
+    source: str,
+    /,
+    out: Path,
+    tokenizer: Literal["bytes", "unigram", "bpe", "words"] = "bytes",
+    vocab_size: int | None = None,
+    tokenizer_file: Path | None = None,
+    validation: float = 0.05,
+    test: float = 0.0,
+    pattern: str = "*",
+    key: str = "text",
+    workers: int | None = None,
+) -> Store:
+    """Turn text into a token store.
+
+    Args:
+        source: A file, a folder of files, - for standard input, or a dataset of the Hugging Face hub. Each
+            text file is a document, as is each line of .jsonl and each row of .parquet. Folders or files
+            named train, validation and test are the splits.
+        out: Folder of the store.
+        tokenizer: bytes; unigram or bpe: pieces of words, learned from the text; words: as they are.
+        vocab_size: How many tokens, special ones included. Default: 32,000 pieces, or all words.
+        tokenizer_file: A sentencepiece .model or a tokenizer.json that you have, instead.
+        validation: Share of the documents that is kept for validation; of a single one, its end.
+        test: The same for the test.
+        pattern: Which files of a folder, such as *.txt.
+        key: Name of the text in .jsonl objects, .parquet files and datasets.
+        workers: Processes. Default: as many as there are cores.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already: choose another --out, or remove it.")
+    kind, given = _given(tokenizer_file) if tokenizer_file is not None else (tokenizer, None)
+    if vocab_size is not None and (given is not None or kind == "bytes"):
+        raise ValueError("--vocab-size is for tokenizers that are made here: unigram, bpe or words.")
+    shares = Shares(validation, test)
+    files = find_files(_fetch(source, out, key), pattern)
+    corpus = Corpus(plan(files, shares), key, shares)
+    size = vocab_size or (32_000 if kind in ("unigram", "bpe") else None)
+    store = make_store(corpus, out, kind, size, given, workers or os.cpu_count() or 1, _bar)
+    shutil.rmtree(_spool(out), ignore_errors=True)
+    return store
+
+
+def _bar(what: str) -> AbstractContextManager[Callable[[int, int], None]]:
+    return progress_bar(True, what)
+
+
+def _given(path: Path) -> tuple[Kind, bytes]:
+    """Kind and content of a tokenizer that the user has."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist.")
+    kind: Kind = "tokenizers" if path.suffix == ".json" else "unigram"
+    content = path.read_bytes()
+    try:
+        check_exact(vocabulary.load(kind, content), str(path))
+    except RuntimeError:
+        raise ValueError(f"{path} is neither a sentencepiece model nor a tokenizer.json.") from None
+    return kind, content
+
+
+def _fetch(source: str, out: Path, key: str) -> Path:
+    """Where the text lies; standard input and datasets are first written beside the store."""
+    if source != "-" and (Path(source).exists() or source.startswith((".", "/", "~")) or Path(source).suffix):
+        return Path(source)
+    spool = _spool(out)
+    spool.mkdir(parents=True, exist_ok=True)
+    if source == "-":
+        with (spool / "stdin.txt").open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        return spool / "stdin.txt"
+    _download(source, spool, key)
+    return spool
+
+
+def _spool(out: Path) -> Path:
+    return out.with_name(f".{out.name}.source")
+
+
+def _download(name: str, spool: Path, key: str) -> None:
+    """The splits of a dataset as .jsonl files; those that are there already stay."""
+    datasets = need("datasets", "text")
+    try:
+        splits = datasets.load_dataset(*name.split(":"), streaming=True)
+    except Exception as error:  # of the network, of the hub, of the dataset's own code
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{name} is no file or folder here, nor a dataset that can be read: {reason}"
+        ) from None
+    for split, rows in splits.items():
+        path = spool / f"{split}.jsonl"
+        if not path.exists():
+            beside = path.with_suffix(".partial")
+            with beside.open("w") as file:
+                for row in rows:
+                    if key not in row:
+                        raise ValueError(f"{name} has no '{key}': choose one of {', '.join(row)} with --key.")
+                    file.write(json.dumps(row[key]) + "\n")
+            beside.rename(path)

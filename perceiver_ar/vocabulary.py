@@ -1,0 +1,287 @@
+"""How text becomes tokens and back: bytes, pieces of words, words, or a tokenizer that the user has.
+
+Text is bytes on both sides, so that what is not UTF-8 survives too. Token ids begin at FIRST.
+"""
+
+import codecs
+import io
+import re
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import numpy as np
+
+from perceiver_ar.extras import need
+from perceiver_ar.tasks.base import FIRST
+from perceiver_ar.windows import Tokens
+
+Kind = Literal["bytes", "unigram", "bpe", "words", "tokenizers"]
+FILES = {
+    "unigram": "pieces.model",
+    "bpe": "pieces.model",
+    "words": "words.txt",
+    "tokenizers": "tokenizer.json",
+}
+"""What each kind keeps beside a store and beside a model."""
+
+
+class Vocabulary:
+    """A way to write text as tokens, most of which spell so many bytes each."""
+
+    size: int
+    """How many tokens there are, the special ones included."""
+    ends = True
+    """Whether EOS follows a document."""
+
+    def encode(self, data: bytes) -> Tokens:
+        raise NotImplementedError
+
+    def spell(self, token: int) -> bytes:
+        """What one token stands for; nothing if it is special."""
+        raise NotImplementedError
+
+    def save(self) -> bytes:
+        """Content of its file."""
+        raise NotImplementedError
+
+    def decode(self, tokens: Tokens) -> bytes:
+        return b"".join(map(self.spell, tokens.tolist()))
+
+    def speller(self) -> Callable[[int], str]:
+        """Turns one token after another into text; a character waits for its last byte."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda token: decoder.decode(self.spell(token))
+
+    def count_words(self, data: bytes, tokens: Tokens) -> int:
+        """Words of a text, for perplexities a word: what has white space around it."""
+        space = _SPACE[np.frombuffer(data, np.uint8)]
+        return int((space[:-1] & ~space[1:]).sum() + (not space[0])) if len(space) else 0
+
+
+_SPACE = np.zeros(256, dtype=bool)
+_SPACE[list(b" \t\n\r\x0b\x0c")] = True
+
+
+class Bytes(Vocabulary):
+    """The 256 bytes."""
+
+    size = 256 + FIRST
+
+    def encode(self, data: bytes) -> Tokens:
+        return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(FIRST)
+
+    def spell(self, token: int) -> bytes:
+        return bytes([token - FIRST]) if token >= FIRST else b""
+
+    def decode(self, tokens: Tokens) -> bytes:
+        return (tokens[tokens >= FIRST] - FIRST).astype(np.uint8).tobytes()
+
+    def save(self) -> bytes:
+        return b""
+
+
+_UNSPOKEN = re.compile("([\x00\u2581\udc80-\udcff]+)")
+"""What sentencepiece would not give back: its sign for a space, zero, and bytes that are no UTF-8."""
+
+
+_TRIAL = " \ufb01 \u2460  e\u0301\n\tA\u00a0\u3000\U0001f600 "
+"""Text that tokenizers like to change: ligatures, full and half widths, accents apart, spaces."""
+
+
+class Pieces(Vocabulary):
+    """Sentencepiece; rare characters, and words that it would change, become bytes, so it is exact."""
+
+    def __init__(self, model: bytes) -> None:
+        self.model, self.processor = (
+            model,
+            need("sentencepiece", "text").SentencePieceProcessor(model_proto=model),
+        )
+        self.processor.override_normalizer_spec(add_dummy_prefix=False, remove_extra_whitespaces=False)
+        self.changes_text = self.processor.normalize(_TRIAL) != _TRIAL.replace(" ", "\u2581")
+        pieces = range(self.processor.get_piece_size())
+        self.size = len(pieces) + FIRST
+        self.spellings = [self._spelling(piece) for piece in pieces]
+        self.byte_pieces = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+
+    def _spelling(self, piece: int) -> bytes:
+        text = self.processor.id_to_piece(piece)
+        if self.processor.is_byte(piece):
+            return bytes([int(text[3:5], 16)])
+        if self.processor.is_control(piece) or self.processor.is_unknown(piece):
+            return b""
+        return text.replace("\u2581", " ").encode()
+
+    def encode(self, data: bytes) -> Tokens:
+        ids: list[int] = []
+        for index, part in enumerate(_UNSPOKEN.split(data.decode("utf-8", "surrogateescape"))):
+            if index % 2:
+                ids += self._as_bytes(part)
+            elif not self.changes_text:
+                ids += self.processor.encode(part)
+            else:
+                for word in re.findall(r"\s*\S+|\s+", part):
+                    found = self.processor.encode(word)
+                    same = b"".join(self.spellings[piece] for piece in found) == word.encode()
+                    ids += found if same else self._as_bytes(word)
+        return np.array(ids, dtype=np.uint32) + np.uint32(FIRST)
+
+    def _as_bytes(self, text: str) -> list[int]:
+        return [self.byte_pieces[byte] for byte in text.encode("utf-8", "surrogateescape")]
+
+    def spell(self, token: int) -> bytes:
+        return self.spellings[token - FIRST] if token >= FIRST else b""
+
+    def save(self) -> bytes:
+        return self.model
+
+    @classmethod
+    def train(cls, lines: Iterator[str], kind: Kind, size: int) -> "Pieces":
+        """Pieces that suit these lines."""
+        model = io.BytesIO()
+        try:
+            need("sentencepiece", "text").SentencePieceTrainer.train(
+                sentence_iterator=lines,
+                model_writer=model,
+                model_type=kind,
+                vocab_size=size - FIRST,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                byte_fallback=True,
+                character_coverage=0.9995,
+                max_sentence_length=1 << 16,
+                user_defined_symbols=["\n"],
+                unk_id=0,
+                bos_id=-1,
+                eos_id=-1,
+                pad_id=-1,
+                minloglevel=2,
+            )
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                f"no vocabulary of {size} could be made from this text: {_advice(str(error))}"
+            ) from None
+        return cls(model.getvalue())
+
+
+def _advice(error: str) -> str:
+    """What sentencepiece says of sizes, in tokens with the special ones."""
+    for pattern, word in ((r"to a value <= (\d+)", "most"), (r"\d+ vs (\d+)", "least")):
+        if found := re.search(pattern, error):
+            return f"set --vocab-size to at {word} {int(found[1]) + FIRST}."
+    return error.strip().splitlines()[-1]
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1].split("] ")[-1]
+
+
+class Words(Vocabulary):
+    """Words between white space, with `<eos>` at the end of each line and `<unk>` for the rest."""
+
+    ends = False
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = counts
+        self.words = list(counts)
+        self.ids = {word: index + FIRST for index, word in enumerate(self.words)}
+        self.size = len(self.words) + FIRST
+
+    @classmethod
+    def choose(cls, counts: dict[str, int], size: int | None) -> "Words":
+        """The most frequent words first, as adaptive embeddings want them."""
+        counts = {"<unk>": 0, "<eos>": 0} | counts
+        ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        keep = None if size is None else size - FIRST
+        kept = dict(ranked[:keep])
+        for word in ("<unk>", "<eos>"):
+            if word not in kept:
+                kept.popitem()
+                kept[word] = counts[word]
+        return cls(kept)
+
+    def encode(self, data: bytes) -> Tokens:
+        unknown, end = self.ids["<unk>"], self.ids["<eos>"]
+        found: list[int] = []
+        for line in read_lines(data):
+            found += [self.ids.get(word, unknown) for word in line.split()]
+            found.append(end)
+        return np.array(found, dtype=np.uint32)
+
+    def spell(self, token: int) -> bytes:
+        if token < FIRST:
+            return b""
+        word = self.words[token - FIRST]
+        return b"\n" if word == "<eos>" else f"{word} ".encode("utf-8", "surrogateescape")
+
+    def count_words(self, data: bytes, tokens: Tokens) -> int:
+        return len(tokens)
+
+    def save(self) -> bytes:
+        lines = (f"{word} {count}\n" for word, count in self.counts.items())
+        return "".join(lines).encode("utf-8", "surrogateescape")
+
+    @classmethod
+    def load(cls, data: bytes) -> "Words":
+        lines = data.decode("utf-8", "surrogateescape").split("\n")[:-1]
+        return cls({word: int(count) for word, count in (line.rsplit(" ", 1) for line in lines)})
+
+
+def read_lines(data: bytes) -> list[str]:
+    """Lines without their ends; a last one that has no end counts."""
+    lines = data.decode("utf-8", "surrogateescape").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+class TokenizerFile(Vocabulary):
+    """A tokenizer.json of the tokenizers library."""
+
+    def __init__(self, content: bytes) -> None:
+        tokenizers = need("tokenizers", "text")
+        self.content, self.decoders = content, tokenizers.decoders
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises nothing more precise
+            raise ValueError(f"this is not a tokenizer.json: {_reason(error)}") from None
+        self.size = self.tokenizer.get_vocab_size(with_added_tokens=True) + FIRST
+
+    def encode(self, data: bytes) -> Tokens:
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"a tokenizer.json takes UTF-8 only, and there is none: {error}.") from None
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.uint32) + np.uint32(FIRST)
+
+    def decode(self, tokens: Tokens) -> bytes:
+        ids = (tokens[tokens >= FIRST] - FIRST).tolist()
+        return self.tokenizer.decode(ids, skip_special_tokens=False).encode()
+
+    def speller(self) -> Callable[[int], str]:
+        stream = self.decoders.DecodeStream(skip_special_tokens=False)
+        return lambda token: (stream.step(self.tokenizer, token - FIRST) or "") if token >= FIRST else ""
+
+    def save(self) -> bytes:
+        return self.content
+
+
+def load(kind: Kind, content: bytes) -> Vocabulary:
+    """The vocabulary of that kind from the content of its file."""
+    match kind:
+        case "bytes":
+            return Bytes()
+        case "unigram" | "bpe":
+            return Pieces(content)
+        case "words":
+            return Words.load(content)
+        case "tokenizers":
+            return TokenizerFile(content)
+
+
+def check_exact(vocabulary: Vocabulary, name: str) -> None:
+    """Refuses a tokenizer that does not give every text back as it was."""
+    if vocabulary.decode(vocabulary.encode(_TRIAL.encode())) != _TRIAL.encode():
+        raise ValueError(
+            f"{name} changes or loses some text: take one with byte pieces or a byte-level one, or let "
+            "--tokenizer make one."
+        )

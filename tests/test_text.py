@@ -1,0 +1,429 @@
+"""Text: exact round trips, stores that come out the same however they were made, and what is reported."""
+
+import filecmp
+import io
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perceiver_ar import corpus, evaluate, presets, tasks, train, vocabulary
+from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
+from perceiver_ar.run import load, open_source
+from perceiver_ar.store import Store
+from perceiver_ar.tasks.base import BOS, EOS
+from perceiver_ar.tasks.text import TextTask, prepare
+from perceiver_ar.vocabulary import Bytes, Pieces, TokenizerFile, Vocabulary, Words
+from tests.test_cli import run
+
+SHARED = Path(__file__).resolve().parents[2] / "shared/data/text"
+PROSE = [
+    "The quick brown fox jumps over the lazy dog, again and again and again.",
+    "  Spaces at both ends, and\ttabs;  éàü, ﬁ, 漢字, 😀.  ",
+    "It was the best of times, it was the worst of times.",
+] * 60
+
+
+def pieces(kind: Any = "unigram", size: int = 315) -> Pieces:
+    return Pieces.train(iter(PROSE), kind, size)
+
+
+def byte_level() -> TokenizerFile:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(PROSE, trainer)
+    return TokenizerFile(tokenizer.to_str().encode())
+
+
+def foreign_pieces() -> Pieces:
+    """As others train them: normalizing, with a space put before everything."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(PROSE), model_writer=model, vocab_size=310, byte_fallback=True, minloglevel=2
+    )
+    return Pieces(model.getvalue())
+
+
+EXACT = {
+    "bytes": Bytes(),
+    "unigram": pieces(),
+    "bpe": pieces("bpe"),
+    "foreign": foreign_pieces(),
+    "tokenizers": byte_level(),
+}
+ANY_TEXT = st.text() | st.text(alphabet=" \n\t\r▁<>0xéﬁ①é́\u00a0\u2028\x00ab", max_size=40)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(deadline=None, max_examples=300)
+@given(text=ANY_TEXT)
+def test_any_text_comes_back_exactly(name: str, text: str) -> None:
+    words, data = EXACT[name], text.encode()
+    tokens = words.encode(data)
+    assert words.decode(tokens) == data
+    assert len(tokens) == 0 or (tokens.min() >= 3 and tokens.max() < words.size)
+    spell = words.speller()
+    assert "".join(spell(int(token)) for token in tokens) == text
+
+
+@pytest.mark.parametrize("name", ["bytes", "unigram", "bpe", "foreign"])
+@settings(deadline=None, max_examples=300)
+@given(data=st.binary(max_size=60))
+def test_bytes_that_are_no_utf8_come_back_too(name: str, data: bytes) -> None:
+    words = EXACT[name]
+    assert words.decode(words.encode(data)) == data
+
+
+@given(data=st.binary(max_size=60))
+def test_words_are_counted_as_python_splits_them(data: bytes) -> None:
+    assert Bytes().count_words(data, np.zeros(0)) == len(data.split())
+
+
+def test_words_have_an_end_of_line_and_an_unknown() -> None:
+    words = Words.choose({"b": 5, "a": 3, "rare": 1, "<eos>": 4}, 3 + 4)
+    assert words.words == ["b", "<eos>", "a", "<unk>"]  # by count, but what is needed stays
+    tokens = words.encode(b"a rare b\n\nb")
+    assert words.decode(tokens) == b"a <unk> b \n\nb \n"
+    assert Words.load(words.save()).words == words.words
+
+
+def write(folder: Path, **files: str | bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def texts(store: Store, split: str) -> list[bytes]:
+    """Its documents, decoded."""
+    task = tasks.get("text", store.meta["options"]).at(store.folder)
+    assert isinstance(task, TextTask)
+    found = store.split(split)
+    return [task.vocabulary.decode(found.read(index)) for index in range(len(found))]
+
+
+def make(source: Path | str, out: Path, **options: Any) -> Store:
+    return prepare(str(source), out, workers=1, **options)
+
+
+def test_each_file_is_a_document_between_bos_and_eos(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", x_txt="one", y_txt="", z_md="three\n")
+    store = make(source, tmp_path / "s", validation=0)
+    split = store.split("train")
+    assert texts(store, "train") == [b"one", b"three\n"]
+    assert split.read(0).tolist() == [BOS, *(ord(c) + 3 for c in "one"), EOS]
+    assert split.meta["counts"] == {"bytes": 9, "words": 2}
+    assert list(tmp_path.iterdir()) == [tmp_path / "a", tmp_path / "s"] or len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(ValueError, match="exists already"):
+        make(source, tmp_path / "s")
+
+
+def test_lines_of_json_and_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [f"text {n} é" for n in range(300)]
+    lines = "".join(json.dumps({"text": row}) + "\n" for row in rows) + "\n"
+    write(tmp_path, a_jsonl=lines)
+    table = pyarrow.table({"text": [*rows, None, ""], "other": list(range(302))})
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=50)
+    stores = [make(tmp_path / name, tmp_path / name[0], validation=0.2) for name in ("a.jsonl", "b.parquet")]
+    for store in stores:
+        assert sorted(texts(store, "train") + texts(store, "validation")) == sorted(r.encode() for r in rows)
+        assert 30 < len(store.split("validation")) < 90
+    assert texts(stores[0], "validation") == texts(stores[1], "validation")
+    with pytest.raises(ValueError, match=r"no column 'body': choose one of text, other"):
+        make(tmp_path / "b.parquet", tmp_path / "c", key="body")
+    with pytest.raises(ValueError, match="not an object with a text at 'body'"):
+        make(tmp_path / "a.jsonl", tmp_path / "d", key="body")
+
+
+def test_splits_that_are_given_are_kept(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "a", train__x_txt="one", train__y_txt="two", validation__z_txt="three", test_txt="4"
+    )
+    store = make(source, tmp_path / "s", validation=0.5)
+    assert {name: texts(store, name) for name in store.meta["splits"]} == {
+        "train": [b"one", b"two"],
+        "validation": [b"three"],
+        "test": [b"4"],
+    }
+
+
+def test_a_single_document_is_cut_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "PART", 64)
+    data = "".join(f"line {n} é漢\n" for n in range(100)).encode() + b"x" * 300
+    source = write(tmp_path / "a", x_txt=data) / "x.txt"
+    for kind, words in (("bytes", EXACT["bytes"]), ("unigram", EXACT["unigram"])):
+        (tmp_path / "p.model").write_bytes(words.save())
+        given_file = {"tokenizer_file": tmp_path / "p.model"} if kind == "unigram" else {}
+        store = make(source, tmp_path / kind, validation=0.1, test=0.1, **given_file)
+        held = round(len(data) * 0.1)
+        assert texts(store, "train") == [data[: -2 * held]]
+        assert texts(store, "validation") == [data[-2 * held : -held]]
+        assert texts(store, "test") == [data[-held:]]
+        assert [store.split(s).read(0)[-1] == EOS for s in store.meta["splits"]] == [False, False, True]
+
+
+def test_documents_are_divided_and_none_is_lost(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", **{f"f{n}_txt": f"text {n}" for n in range(40)})
+    store = make(source, tmp_path / "s", validation=0.1, test=0.05)
+    parts = {name: texts(store, name) for name in ("train", "validation", "test")}
+    assert [len(part) for part in parts.values()] == [34, 4, 2]
+    assert sorted(text for part in parts.values() for text in part) == sorted(
+        f"text {n}".encode() for n in range(40)
+    )
+
+
+def test_standard_input_is_a_document(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from perceiver_ar.cli import main; main()", "prepare", "text", "-"]
+    options = ["--out", str(tmp_path / "s"), "--validation", "0.5"]
+    result = subprocess.run([*command, *options], input=b"some text", capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    store = Store.open(tmp_path / "s")
+    assert texts(store, "train") + texts(store, "validation") == [b"some ", b"text"]
+
+
+def test_a_dataset_of_the_hub_is_read_through_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(*names: str, streaming: bool) -> dict[str, Any]:
+            asked.append(names)
+            if "missing" in names:
+                raise OSError("there is no network\nat all")
+            return {"train": iter([{"text": "one"}, {"text": "two\n"}]), "test": iter([{"text": "three"}])}
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    store = make("some/books:small", tmp_path / "s")
+    assert asked == [("some/books", "small")]
+    assert texts(store, "train") == [b"one", b"two\n"]
+    assert texts(store, "test") == [b"three"]
+    with pytest.raises(ValueError, match=r"nor a dataset that can be read: there is no network$"):
+        make("missing", tmp_path / "t")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"this needs datasets: pip install 'perceiver-ar\[text\]'"):
+        make("some/books", tmp_path / "u")
+
+
+def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", x_txt="text " * 50, y_png=b"\x89PNG\0\0\0")
+    write(tmp_path / "empty")
+    write(tmp_path / "bare", x_txt="")
+    (tmp_path / "broken.json").write_text("{}")
+    (tmp_path / "broken.model").write_text("no model")
+    lowercase = json.loads(byte_level().save())
+    lowercase["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "lower.json").write_text(json.dumps(lowercase))
+    for what, options, sentence in (
+        (source, {}, "y.png is a binary file, not text"),
+        (tmp_path / "none.txt", {}, "none.txt does not exist"),
+        (tmp_path / "empty", {}, r"holds no files that fit '\*'"),
+        (source, {"pattern": "*.doc"}, r"holds no files that fit '\*.doc'"),
+        (tmp_path / "bare", {}, "all of these files are empty"),
+        (source / "x.txt", {"validation": 0.6, "test": 0.5}, "together below 1"),
+        (source / "x.txt", {"vocab_size": 300}, "--vocab-size is for tokenizers that are made here"),
+        (
+            source / "x.txt",
+            {"tokenizer": "bpe", "vocab_size": 9000},
+            "no vocabulary of 9000 could be made from this text: set --vocab-size to at most",
+        ),
+        (source / "x.txt", {"tokenizer_file": tmp_path / "no.model"}, "no.model does not exist"),
+        (source / "x.txt", {"tokenizer_file": tmp_path / "broken.json"}, "this is not a tokenizer.json"),
+        (source / "x.txt", {"tokenizer_file": tmp_path / "broken.model"}, "neither a sentencepiece model"),
+        (
+            source / "x.txt",
+            {"tokenizer_file": tmp_path / "lower.json"},
+            "lower.json changes or loses some text",
+        ),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make(what, tmp_path / "s", **options)
+    assert not (tmp_path / "s").exists()
+    assert texts(make(source, tmp_path / "t", pattern="*.txt", validation=0), "train") == [b"text " * 50]
+
+
+def test_a_binary_line_without_an_end_fits_in_memory_by_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "PART", 1000)
+    source = write(tmp_path / "a", x_txt="é" * 5000) / "x.txt"
+    parts = corpus.plan(corpus.find_files(source, "*"), corpus.Shares(0, 0))
+    assert max(span.size for part in parts for span in part) <= 1000
+    assert texts(make(source, tmp_path / "s", validation=0), "train") == ["é".encode() * 5000]
+
+
+def same(a: Path, b: Path) -> bool:
+    """Two folders hold the same bytes."""
+    names = sorted(str(path.relative_to(a)) for path in a.rglob("*") if path.is_file())
+    other = sorted(str(path.relative_to(b)) for path in b.rglob("*") if path.is_file())
+    return names == other and not filecmp.cmpfiles(a, b, names, shallow=False)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["unigram", "words"])
+def test_killed_at_random_moments_the_store_comes_out_the_same(tmp_path: Path, kind: str) -> None:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(1, 9))) for _ in range(3000)]
+    source = tmp_path / "a"
+    source.mkdir()
+    for index in range(3):
+        lines = (" ".join(rng.choices(words, k=12)) for _ in range(60_000))
+        (source / f"{index}.txt").write_text("\n".join(lines))
+    code = "import perceiver_ar.corpus as c; c.PART = 1 << 18; from perceiver_ar.cli import main; main()"
+    options = ["--tokenizer", kind, "--vocab-size", "900", "--workers", "2"]
+    command = [sys.executable, "-c", code, "prepare", "text", str(source), *options, "--out"]
+    began = time.monotonic()
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    usual = time.monotonic() - began
+    kills = 0
+    while not (tmp_path / "parts").exists():
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "parts")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(timeout=rng.uniform(0.3, 0.9) * usual)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+        assert kills < 60
+    assert kills >= 1
+    assert same(tmp_path / "whole", tmp_path / "parts")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "parts", "whole"]
+
+
+def test_wikitext_counts_as_others_count_it(tmp_path: Path) -> None:
+    source = SHARED / "wikitext103.valid.tokens"
+    if not source.exists():
+        pytest.skip("needs ../shared/data/text")
+    store = make(source, tmp_path / "s", tokenizer="words", validation=0)
+    assert store.meta["splits"]["train"]["counts"]["words"] == 217_646
+    assert store.meta["splits"]["train"]["tokens"] == 217_646 + 1
+
+
+SMALL = ModelConfig(259, 64, 16, channels=16, heads=2, layers=1)
+
+
+def trained(data: Path, out: Path, model: ModelConfig = SMALL, **settings: Any) -> Path:
+    settings = {"steps": 3, "batch_size": 4, "warmup_steps": 1, "log_every": 1} | settings
+    train(Experiment("small", "text", model, TrainConfig(**settings)), data, out, device="cpu", show=False)
+    return out
+
+
+@pytest.mark.parametrize("kind", ["bytes", "unigram", "words"])
+def test_reports_are_a_byte_and_a_word(tmp_path: Path, kind: Any) -> None:
+    source = write(tmp_path / "a", **{f"f{n}_txt": line for n, line in enumerate(PROSE)})
+    size = {} if kind == "bytes" else {"vocab_size": 315 if kind == "unigram" else 60}
+    store = make(source, tmp_path / "s", tokenizer=kind, validation=0.1, **size)
+    run_folder = trained(tmp_path / "s", tmp_path / "run")
+    (tmp_path / "run/model").rename(tmp_path / "alone")  # with its vocabulary
+    model, task, _ = load(tmp_path / "alone", "cpu")
+    documents = open_source("text", {}, tmp_path / "s").documents("validation")
+    report = evaluate(model, task, documents)
+    counts = store.meta["splits"]["validation"]["counts"]
+    total = report["nats"] * report["tokens"]
+    assert report["tokens"] == store.meta["splits"]["validation"]["tokens"] - len(documents)  # all but BOS
+    assert report["bits_per_byte"] == pytest.approx(total / math.log(2) / counts["bytes"])
+    assert report["word_perplexity"] == pytest.approx(math.exp(total / counts["words"]))
+    assert report["perplexity"] == pytest.approx(math.exp(report["nats"]))
+    if kind == "bytes":
+        assert counts["bytes"] == sum(len(text) for text in texts(store, "validation"))
+    assert run_folder.exists()
+
+
+def test_the_commands_work_on_text(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", **{f"f{n}_txt": line for n, line in enumerate(PROSE[:40])})
+    folder = str(tmp_path / "run")
+    prepared = run("prepare", "text", str(source), "--out", str(tmp_path / "s"), "--validation", "0.1")
+    assert prepared.returncode == 0, prepared.stderr
+    assert "validation: 4 documents" in prepared.stdout
+    settings_ = (
+        "--model.channels",
+        "16",
+        "--model.heads",
+        "2",
+        "--model.layers",
+        "1",
+        "--model.context",
+        "64",
+    )
+    more = ("--model.latents", "16", "--train.steps", "3", "--train.batch-size", "4", "--device", "cpu")
+    small = (*settings_, *more, "--model.input-channels", "16", "--model.cross-heads", "2")
+    begun = run("train", "pg19-2k", *small, "--data", str(tmp_path / "s"), "--out", folder)
+    assert begun.returncode == 0, begun.stderr
+    shown = run("evaluate", folder)
+    assert "bits_per_byte" in shown.stdout, shown.stderr
+    assert "word_perplexity" in shown.stdout
+    drawn = run("generate", folder, "--prompt", "The é", "--tokens", "20", "--out", str(tmp_path / "new.txt"))
+    assert drawn.returncode == 0, drawn.stderr
+    assert (tmp_path / "new.txt").read_bytes().startswith("The é".encode())
+    typed = run("generate", folder, "--prompt", "The é", "--tokens", "20")
+    assert typed.stdout.startswith("The é")
+    scored = run("score", folder, str(source / "f0.txt"))
+    assert len(scored.stdout.split()) == len(PROSE[0]) + 1
+
+
+@pytest.mark.parametrize("name", ["pg19-2k", "books-1k", "wikitext103-1k"])
+def test_the_papers_presets_train_on_what_was_prepared(tmp_path: Path, name: str) -> None:
+    from dataclasses import replace
+
+    source = write(tmp_path / "a", x_txt="\n".join(PROSE))
+    preset = presets.get(name)
+    kind = preset.options["tokenizer"]
+    make(
+        source, tmp_path / "s", tokenizer=kind, vocab_size=315 if kind == "unigram" else None, validation=0.2
+    )
+    shrunk: dict[str, Any] = {"channels": 64, "heads": 2, "layers": 1, "context": 64, "latents": 16}
+    wide = {"input_channels": 128, "cross_heads": 4} if preset.model.input_channels else {"cross_heads": 2}
+    model = replace(preset.model, **shrunk, **wide)
+    settings_ = replace(preset.train, steps=2, batch_size=2)
+    train(
+        replace(preset, model=model, train=settings_),
+        tmp_path / "s",
+        tmp_path / "run",
+        device="cpu",
+        show=False,
+    )
+    assert (tmp_path / "run/model/model.safetensors").exists()
+
+
+def test_a_damaged_vocabulary_is_noticed(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", x_txt="\n".join(PROSE))
+    make(source, tmp_path / "s", tokenizer="unigram", vocab_size=315)
+    path = tmp_path / "s/pieces.model"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"pieces.model is missing or damaged"):
+        open_source("text", {}, tmp_path / "s")
+
+
+def test_every_kind_of_vocabulary_is_loaded_from_its_file() -> None:
+    for kind, words in (("unigram", EXACT["unigram"]), ("tokenizers", EXACT["tokenizers"])):
+        again: Vocabulary = vocabulary.load(kind, words.save())
+        assert again.encode(PROSE[1].encode()).tolist() == words.encode(PROSE[1].encode()).tolist()
