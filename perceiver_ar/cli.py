@@ -91,7 +91,12 @@ def train_preset(arguments: list[str]) -> None:
         ("model", type(experiment.model), experiment.model),
         ("train", type(experiment.train), experiment.train),
         *([("task", type(task), task)] if task is not None else []),
-        ("data", Annotated[Path | None, tyro.conf.arg(help="Token store made by `prepare`.")], None),
+        ("data", Annotated[tuple[Path, ...], tyro.conf.arg(help="Token stores made by `prepare`.")], ()),
+        (
+            "weights",
+            Annotated[tuple[float, ...], tyro.conf.arg(help="How much of each. Default: alike.")],
+            (),
+        ),
         ("out", Annotated[Path | None, tyro.conf.arg(help="Folder of the run. Default: runs/PRESET.")], None),
         ("init", Annotated[Path | None, tyro.conf.arg(help="Trained model to start from.")], None),
         ("resume", Annotated[bool, tyro.conf.arg(help="Go on from the newest checkpoint.")], False),
@@ -103,11 +108,12 @@ def train_preset(arguments: list[str]) -> None:
     )
     from perceiver_ar.training import train
 
+    if chosen.weights and len(chosen.weights) != len(chosen.data):
+        raise ValueError(f"{len(chosen.weights)} weights do not fit {len(chosen.data)} stores of --data.")
+    data = dict(zip(chosen.data, chosen.weights or [1.0] * len(chosen.data), strict=True))
     options = chosen.task.to_dict() if task is not None else experiment.options
     experiment = replace(experiment, model=chosen.model, train=chosen.train, options=options)
-    result = train(
-        experiment, chosen.data, chosen.out, resume=chosen.resume, init=chosen.init, device=chosen.device
-    )
+    result = train(experiment, data, chosen.out, resume=chosen.resume, init=chosen.init, device=chosen.device)
     if result["signal"]:
         sys.exit(128 + result["signal"])
 

@@ -93,6 +93,24 @@ class Crops:
         start = max(0, end - 1 - self.context)
         return Window(self.split.read(index, start, end), start, min(latents, end - 1))
 
+
+class Mixture:
+    """Examples of several stores, each drawn from as often as its weight says."""
+
+    def __init__(self, parts: Sequence[Crops], weights: Sequence[float]) -> None:
+        self.parts, self.shares = parts, np.array(weights) / sum(weights)
+
+    def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
+        if len(self.parts) == 1:
+            return self.parts[0].windows(seed, step, size, latents)
+        chosen = generator(seed, step).choice(len(self.parts), size, p=self.shares)
+        # Each store draws by a seed of its own.
+        drawn = [
+            iter(part.windows(seed ^ (index + 1) << 40, step, int((chosen == index).sum()), latents))
+            for index, part in enumerate(self.parts)
+        ]
+        return [next(drawn[index]) for index in chosen]
+
     def learned(self, nats: float) -> str | None:
         return None
 

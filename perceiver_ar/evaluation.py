@@ -5,6 +5,7 @@ it did (appendix G). Losses are sums and counts until the very end.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -136,17 +137,19 @@ def predict(model: nn.Module, task: Task, document: Document, count: int) -> tup
 
 
 class Documents(Sequence[Document]):
-    """The documents of a store's split, scored from the token after the first on."""
+    """The documents of a split, of one store or several, scored from the token after the first on."""
 
-    def __init__(self, split: Split) -> None:
-        self.split = split
-        self.counts: dict[str, int] = split.meta.get("counts", {})
+    def __init__(self, splits: Sequence[Split]) -> None:
+        self.splits = splits
+        self.counts = sum((Counter(split.meta.get("counts", {})) for split in splits), Counter())
 
     def __len__(self) -> int:
-        return len(self.split)
+        return sum(map(len, self.splits))
 
     def __getitem__(self, index: Any) -> Any:
-        if index >= len(self):
-            raise IndexError(index)
-        tokens = self.split.read(index)
-        return Document(tokens, 1, len(tokens))
+        for split in self.splits:
+            if index < len(split):
+                tokens = split.read(index)
+                return Document(tokens, 1, len(tokens))
+            index -= len(split)
+        raise IndexError(index)

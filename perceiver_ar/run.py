@@ -4,7 +4,7 @@ Where tokens come from is settled here too: a store says what its tokens mean, a
 the task makes them itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 from perceiver_ar import tasks
 from perceiver_ar.checkpoint import write_folder
 from perceiver_ar.config import Experiment
-from perceiver_ar.data import Crops
+from perceiver_ar.data import Crops, Mixture
 from perceiver_ar.evaluation import Documents
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.pretrained import WEIGHTS, Pretrained
@@ -26,39 +26,70 @@ FREE = {"checkpoint_every", "keep", "log_every", "evaluate_every", "patience", "
 """Settings of training that a resumed run may change: they do not alter the weights."""
 
 
+Data = str | Path | Mapping[str, float] | Mapping[Path, float] | None
+"""Where tokens are: nowhere, in a store, or in several, each with how much is drawn from it."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """A task and, where it needs one, the store of its tokens."""
+    """A task and, where it needs them, the stores of its tokens."""
 
     task: Task
-    store: Store | None
+    stores: tuple[Store, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def examples(self, context: int) -> Examples:
-        return self.task.examples() if self.store is None else Crops(self.store.split("train"), context)
+        crops = [Crops(store.split("train"), context) for store in self.stores]
+        return Mixture(crops, self.weights) if crops else self.task.examples()
 
     def documents(self, split: str) -> Sequence[Document]:
-        return self.task.documents(split) if self.store is None else Documents(self.store.split(split))
+        if not self.stores:
+            return self.task.documents(split)
+        having = [store for store in self.stores if split in store.meta["splits"]] or self.stores
+        return Documents([store.split(split) for store in having])
 
     def has(self, split: str) -> bool:
-        return self.store is None or self.store.meta["splits"].get(split, {"tokens": 0})["tokens"] > 0
+        tokens = (store.meta["splits"].get(split, {"tokens": 0})["tokens"] for store in self.stores)
+        return not self.stores or any(tokens)
+
+    def seal(self) -> str | None:
+        """What changes when the tokens do."""
+        if len(self.stores) < 2:
+            return digest(self.stores[0].meta) if self.stores else None
+        return digest({"stores": [store.meta for store in self.stores], "weights": list(self.weights)})
 
 
-def open_source(task: str, options: dict[str, Any], data: str | Path | None) -> Source:
-    """The store's task if there is a store, which knows what its tokens mean; else the one named."""
-    if data is None:
+def as_mixture(data: Data) -> dict[str, float]:
+    """Each store's folder and weight."""
+    if not isinstance(data, Mapping):
+        return {} if data is None else {str(Path(data).resolve()): 1.0}
+    for folder, weight in data.items():
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"the weight of {folder} must be above 0, but is {weight}.")
+    return {str(Path(folder).resolve()): float(weight) for folder, weight in data.items()}
+
+
+def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
+    """The stores' task if there are any, which know what their tokens mean; else the one named."""
+    mixture = as_mixture(data)
+    if not mixture:
         found = tasks.get(task, options) if tasks.is_known(task) else None
         if found is None or not found.synthetic:
             raise ValueError(f"the task '{task}' needs data: --data with a store that `prepare` made.")
-        return Source(found, None)
-    store = Store.open(data)
-    return Source(tasks.get(store.meta["task"], store.meta["options"]).at(store.folder), store)
+        return Source(found)
+    first, *others = stores = [Store.open(folder) for folder in mixture]
+    for other in others:
+        if any(other.meta[key] != first.meta[key] for key in ("task", "options", "vocab_size")):
+            raise ValueError(f"{first.folder} and {other.folder} cannot be mixed: their tokens differ.")
+    kind = tasks.get(first.meta["task"], first.meta["options"]).at(first.folder)
+    return Source(kind, tuple(stores), tuple(mixture.values()))
 
 
 def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -> Experiment:
     """The experiment with the task, and the vocabulary, of what it is trained on."""
     task, vocabulary = source.task, experiment.model.vocab_size
-    if source.store is not None and source.store.vocab_size != vocabulary:
-        vocabulary = source.store.vocab_size
+    if source.stores and source.stores[0].vocab_size != vocabulary:
+        vocabulary = source.stores[0].vocab_size
         say(f"The store's vocabulary of {vocabulary:,} is taken instead of the preset's.")
     cutoffs = tuple(cutoff for cutoff in experiment.model.cutoffs if cutoff < vocabulary)
     model = replace(experiment.model, vocab_size=vocabulary, cutoffs=cutoffs)
@@ -72,36 +103,36 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
 
 def check_vocabulary(source: Source, model: PerceiverAR) -> None:
     """Refuses to evaluate a model on tokens that it does not know."""
-    store, known = source.store, model.config.vocab_size
-    if store is not None and store.vocab_size != known:
-        raise ValueError(
-            f"{store.folder} has a vocabulary of {store.vocab_size}, but the model one of {known}."
-        )
+    known = model.config.vocab_size
+    for store in source.stores:
+        if store.vocab_size != known:
+            raise ValueError(
+                f"{store.folder} has a vocabulary of {store.vocab_size}, but the model one of {known}."
+            )
 
 
 @dataclass(frozen=True)
 class Origin:
     """Where a run's data and first weights came from."""
 
-    data: str | None
+    data: dict[str, float]
     init: str | None
 
     @classmethod
-    def of(cls, folder: Path, data: str | Path | None, init: str | Path | None, resume: bool) -> Self:
+    def of(cls, folder: Path, data: Data, init: str | Path | None, resume: bool) -> Self:
         """As given; on resuming, as recorded where nothing is given."""
-        given = cls(*(None if x is None else str(Path(x).resolve()) for x in (data, init)))
+        given = cls(as_mixture(data), None if init is None else str(Path(init).resolve()))
         if not (folder / "config.json").exists():
             return given
         if not resume:
             raise ValueError(f"{folder} exists already: add --resume to go on, or choose another --out.")
         recorded = read_sealed(folder / "config.json")
-        return cls(given.data or recorded["data"], given.init or recorded["init"])
+        return cls(given.data or as_mixture(recorded["data"]), given.init or recorded["init"])
 
 
 def begin(folder: Path, experiment: Experiment, source: Source, origin: Origin, resume: bool) -> None:
     """Makes the folder of a new run, or checks that an old one is the same."""
-    config, store = folder / "config.json", source.store
-    seal = None if store is None else digest(store.meta)
+    config, seal = folder / "config.json", source.seal()
     if folder.exists() and any(folder.iterdir()) and not resume:
         raise ValueError(f"{folder} exists already: add --resume to go on, or choose another --out.")
     if config.exists():
@@ -110,7 +141,8 @@ def begin(folder: Path, experiment: Experiment, source: Source, origin: Origin, 
         check_same(Experiment.from_dict(recorded["experiment"]), experiment, folder)
         if recorded["store"] != seal:
             raise ValueError(
-                f"{folder} was begun on other data, {recorded['data']}: use those, or another --out."
+                f"{folder} was begun on other data, {', '.join(as_mixture(recorded['data'])) or 'its own'}: "
+                "use those, or another --out."
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +169,7 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def export(folder: Path, model: Pretrained, experiment: Experiment, task: Task, data: str | None) -> None:
+def export(folder: Path, model: Pretrained, experiment: Experiment, task: Task, data: Data) -> None:
     """Writes model/: weights and config, and beside them the experiment and the files of its task."""
 
     def write(beside: Path) -> None:
@@ -150,7 +182,7 @@ def export(folder: Path, model: Pretrained, experiment: Experiment, task: Task, 
     write_folder(folder / "model", write)
 
 
-def load(run: str | Path, device: str) -> tuple[PerceiverAR, Task, str | None]:
+def load(run: str | Path, device: str) -> tuple[PerceiverAR, Task, Data]:
     """The model of a run folder, or of its model/ alone; its task; and where its data were."""
     folder = Path(run)
     if not folder.is_dir():

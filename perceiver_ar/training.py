@@ -35,13 +35,13 @@ from perceiver_ar.initial import start_from
 from perceiver_ar.metrics import Metrics, import_logger
 from perceiver_ar.model import Block, PerceiverAR, build
 from perceiver_ar.optim import learning_rate, make_optimizer, update_average
-from perceiver_ar.run import Origin, Source, begin, export, open_source, settle
+from perceiver_ar.run import Data, Origin, Source, begin, export, open_source, settle
 from perceiver_ar.windows import Examples, generator
 
 
 def train(
     experiment: Experiment,
-    data: str | Path | None = None,
+    data: Data = None,
     out: str | Path | None = None,
     *,
     resume: bool = False,
@@ -51,8 +51,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains an experiment into a run folder; returns that folder, the step reached, and any signal.
 
-    data: a token store; tasks such as copy need none. out: the folder, by default runs/NAME. init: a
-    model folder to start from. show: whether to report on standard error.
+    data: a token store, or several as {folder: weight}; tasks such as copy need none. out: the folder,
+    by default runs/NAME. init: a model folder to start from. show: whether to report on standard error.
     """
     folder, where = Path(out or Path("runs") / experiment.name), pick_device(device)
     origin = Origin.of(folder, data, init, resume)
@@ -81,7 +81,7 @@ class Job:
 
     experiment: Experiment
     source: Source
-    data: str | None
+    data: Data
     folder: Path
     device: torch.device
     metrics: Metrics

@@ -427,3 +427,46 @@ def test_every_kind_of_vocabulary_is_loaded_from_its_file() -> None:
     for kind, words in (("unigram", EXACT["unigram"]), ("tokenizers", EXACT["tokenizers"])):
         again: Vocabulary = vocabulary.load(kind, words.save())
         assert again.encode(PROSE[1].encode()).tolist() == words.encode(PROSE[1].encode()).tolist()
+
+
+def test_stores_are_mixed_by_weight(tmp_path: Path) -> None:
+    for name, letter in (("a", "x"), ("b", "y"), ("c", "z")):
+        source = write(tmp_path / f"source-{name}", **{f"f{n}_txt": letter * 50 for n in range(20)})
+        make(source, tmp_path / name, validation=0.1 if name != "c" else 0)
+    mixture = {tmp_path / "a": 3.0, tmp_path / "b": 1.0, tmp_path / "c": 1.0}
+    source = open_source("text", {}, mixture)
+    examples = source.examples(context=16)
+    windows = [w for step in range(200) for w in examples.windows(0, step, 10, 8)]
+    share = np.mean([ord("x") + 3 in w.tokens for w in windows])
+    assert 0.56 < share < 0.64
+    again = open_source("text", {}, mixture).examples(context=16).windows(0, 7, 10, 8)
+    assert all((a.tokens == b.tokens).all() for a, b in zip(windows[70:80], again, strict=True))
+    documents = source.documents("validation")
+    assert len(documents) == 4
+    assert {int(document.tokens[1]) for document in documents} == {ord("x") + 3, ord("y") + 3}
+
+    out = trained_mixture(mixture, tmp_path / "run", steps=2)
+    trained_mixture(None, out, steps=4, resume=True)  # which remembers its data
+    model, task, data = load(out, "cpu")
+    report = evaluate(model, task, open_source("text", {}, data).documents("validation"))
+    assert report["bits_per_byte"] == pytest.approx(report["nats"] * report["tokens"] / math.log(2) / 200)
+    with pytest.raises(ValueError, match="was begun on other data"):
+        trained_mixture({**mixture, tmp_path / "a": 2.0}, out, steps=4, resume=True)
+    with pytest.raises(ValueError, match="must be above 0"):
+        open_source("text", {}, {tmp_path / "a": 0.0})
+    make(tmp_path / "source-a", tmp_path / "words", tokenizer="words")
+    with pytest.raises(ValueError, match="cannot be mixed: their tokens differ"):
+        open_source("text", {}, {tmp_path / "a": 1.0, tmp_path / "words": 1.0})
+
+
+def trained_mixture(data: Any, out: Path, steps: int, resume: bool = False) -> Path:
+    settings_ = TrainConfig(steps=steps, batch_size=4, warmup_steps=1, schedule="constant")
+    experiment = Experiment("mixed", "text", SMALL, settings_)
+    train(experiment, data, out, resume=resume, device="cpu", show=False)
+    return out
+
+
+def test_weights_of_the_command_fit_its_stores() -> None:
+    result = run("train", "copy-32", "--data", "a", "b", "--weights", "1")
+    assert result.returncode == 2
+    assert "1 weights do not fit 2 stores of --data" in result.stderr
