@@ -124,6 +124,7 @@ def evaluate(
     split: str = "validation",
     latents: int | None = None,
     stride: int | None = None,
+    context: int | None = None,
     batch_size: int = 8,
     data: Path | None = None,
     plot: Path | None = None,
@@ -137,6 +138,7 @@ def evaluate(
         split: Which split of the store.
         latents: How many to use. Default: as many as in training.
         stride: Targets between windows; fewer give each more context. Default: half the latents.
+        context: Most inputs of a window. Default: as many as the model takes.
         batch_size: Windows at a time.
         data: Another token store than the run was trained on.
         plot: Picture of the loss by position in the document.
@@ -159,6 +161,7 @@ def evaluate(
             documents,
             latents=latents,
             stride=stride,
+            context=context,
             batch_size=batch_size,
             progress=progress,
         )

@@ -68,13 +68,17 @@ def evaluate(
     *,
     latents: int | None = None,
     stride: int | None = None,
+    context: int | None = None,
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Scores documents and reports the means; stride defaults to half the latents."""
+    """Scores documents and reports the means.
+
+    latents and context, the most inputs of a window, default to the model's; stride to half the latents.
+    """
     totals = Totals()
     wanted = sum(document.stop - document.first for document in documents)
-    for nats, right, places in score(model, task, documents, latents, stride, batch_size):
+    for nats, right, places in score(model, task, documents, latents, stride, batch_size, context):
         totals.add(nats, right, places)
         if progress is not None:
             progress(totals.tokens, wanted)
@@ -90,6 +94,7 @@ def score(
     latents: int | None,
     stride: int | None,
     batch_size: int,
+    context: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None, list[range]]]:
     """Batches of nats and hits (B, N), and the places in their documents that each row scores."""
     config: Any = model.config
@@ -99,8 +104,11 @@ def score(
     stride = max(1, latents // 2) if stride is None else stride
     if not 1 <= stride <= latents:
         raise ValueError(f"stride must be from 1 to the {latents} latents, but is {stride}.")
+    context = config.context if context is None else context
+    if not 1 <= context <= config.context:
+        raise ValueError(f"context must be from 1 to {config.context}, but is {context}.")
     device, training = next(model.parameters()).device, model.training
-    found = (pair for document in documents for pair in windows(document, config.context, stride))
+    found = (pair for document in documents for pair in windows(document, context, stride))
     model.eval()
     try:
         while chunk := list(islice(found, batch_size)):

@@ -1,4 +1,4 @@
-"""The paper's experiments: one function each, returning a complete Experiment.
+"""The paper's experiments, and two to begin with: one function each, returning a complete Experiment.
 
 Settings are the paper's. Where it is silent, the authors' published code decides (residual dropout
 0.1, batch sizes of copy-32 and imagenet64); where that is silent too, UNSTATED says so.
@@ -31,6 +31,14 @@ def _common(**settings: Any) -> ModelConfig:
     """Appendix F.1: C = E = 1,024, 16 + 16 heads, rotary 0.5, cross-attend dropout 0.1."""
     defaults: dict[str, Any] = {"latents": 1024, "residual_dropout": 0.1, "cross_dropout": 0.1}
     return ModelConfig(**defaults | settings)
+
+
+def starter(name: str, context: int, latents: int, channels: int, layers: int, **train: Any) -> Experiment:
+    """Not in the paper: something to begin with on tokens of one's own."""
+    model = ModelConfig(
+        BYTES, context, latents, channels=channels, heads=channels // 64, layers=layers, cross_dropout=0.1
+    )
+    return Experiment(name, "tokens", model, TrainConfig(schedule="cosine", **train))
 
 
 def copy(name: str, length: int, latents: int, layers: int, batch_size: int) -> Experiment:
@@ -134,6 +142,28 @@ _PRESETS: dict[str, Callable[[str], Experiment]] = {
     "copy-131k": partial(copy, length=131_072, latents=1024, layers=6, batch_size=4096),
     "copy-8k": partial(copy, length=8192, latents=1024, layers=1, batch_size=128),
     "copy-32": partial(copy, length=32, latents=16, layers=1, batch_size=1024),
+    "small": partial(
+        starter,
+        context=8192,
+        latents=1024,
+        channels=512,
+        layers=8,
+        steps=20_000,
+        batch_size=32,
+        learning_rate=6e-4,
+        warmup_steps=500,
+    ),
+    "tiny": partial(
+        starter,
+        context=1024,
+        latents=256,
+        channels=128,
+        layers=4,
+        steps=1000,
+        batch_size=16,
+        learning_rate=2e-3,
+        warmup_steps=50,
+    ),
     "imagenet64": imagenet64,
     "pg19-2k": partial(pg19, context=2048, cross_dropout=0.875),
     "pg19-4k": partial(pg19, context=4096, cross_dropout=0.96875),

@@ -1,6 +1,7 @@
 """Strided evaluation scores every token once, as a slow loop would."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,21 @@ def one_at_a_time(model: PerceiverAR, stride: int, latents: int, positions: bool
             total -= logits[row].log_softmax(-1)[document.tokens[target]].item()
             count += 1
     return total, count
+
+
+def test_less_context_is_that_of_a_model_which_takes_no_more() -> None:
+    model = make(max_wavelength=50.0)
+    for context in (1, 4, M):
+        short = PerceiverAR(replace(model.config, context=context, latents=min(N, context)))
+        short.load_state_dict(model.state_dict())
+        wanted = evaluate(short, TokensTask(), documents(), stride=1)
+        report = evaluate(
+            model, TokensTask(), documents(), stride=1, latents=min(N, context), context=context
+        )
+        assert report["nats"] == pytest.approx(wanted["nats"], abs=1e-6)
+    for context in (0, M + 1):
+        with pytest.raises(ValueError, match=f"context must be from 1 to {M}"):
+            evaluate(model, TokensTask(), documents(), context=context)
 
 
 @pytest.mark.parametrize("latents", [N, 3, 9])

@@ -137,11 +137,15 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 @pytest.mark.slow
 def test_the_commands_in_the_readme_run(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 9, size=(20, 60)))
-    np.save(tmp_path / "one.npy", np.arange(9))
+    (tmp_path / "books").mkdir()
+    for name in ("one", "two", "three", "four"):
+        (tmp_path / f"books/{name}.txt").write_text((ROOT / "README.md").read_text())
     commands = [line for line in blocks("sh")[1].splitlines() if line.startswith("perceiver-ar")]
-    assert len(commands) == 8
+    assert len(commands) == 11
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in commands:
+        if "--weights" in command:
+            shutil.copytree(tmp_path / "pieces", tmp_path / "more")
         result = subprocess.run(
             command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
