@@ -287,6 +287,7 @@ def main() -> None:
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
     except KeyboardInterrupt:
+        print("perceiver-ar: interrupted.", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
         print(f"perceiver-ar: {error}", file=sys.stderr)

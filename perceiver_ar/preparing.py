@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -204,15 +205,22 @@ def _each(
             take(work(index))
             moved(done := done + corpus.size(index), whole)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _follow_parent) as pool:
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _follow_parent) as pool:
         futures = {pool.submit(work, index): index for index in indices}
         try:
             for future in as_completed(futures):
                 take(future.result())
                 moved(done := done + corpus.size(futures[future]), whole)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException as error:
+            for child in multiprocessing.active_children():
+                if child not in others:
+                    child.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise ValueError(
+                    "a process was killed, for want of memory perhaps: the same command goes on, with "
+                    "--workers 1 in less."
+                ) from None
             raise
 
 

@@ -13,7 +13,8 @@ from rich.table import Table
 @contextmanager
 def progress_bar(shown: bool, what: str) -> Generator[Callable[[int, int], None]]:
     """A bar on standard error, moved by (done, of how many)."""
-    with Progress(console=Console(stderr=True), disable=not shown, transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
         task = progress.add_task(what)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)
 

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -138,6 +140,22 @@ def test_a_long_prompt_is_read_in_stretches(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("perceiver_ar.caching._STRETCH", 6)
     for a, b in zip(whole, generate(model, prompt, 5, log_probs=True), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_a_long_prompt_takes_little_more_memory_than_its_cache() -> None:
+    code = """
+import resource, torch
+from perceiver_ar import ModelConfig, PerceiverAR, stream
+model = PerceiverAR(ModelConfig(259, 262_144, 64, channels=256, heads=4, layers=1)).eval()
+next(stream(model, torch.zeros(1, 1000, dtype=torch.long), 1))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+next(stream(model, torch.randint(259, (1, 262_144)), 1))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    cache = 2 * 262_144 * 256 * 4
+    assert cache < int(result.stdout) < cache + 200e6  # at once, the inputs alone would take 270e6 more
 
 
 @pytest.mark.parametrize("given", [CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
