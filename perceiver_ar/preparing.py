@@ -4,20 +4,13 @@ Parts lie beside the store until all are there, each written whole. The same com
 the store comes out the same however often it was interrupted.
 """
 
-import multiprocessing
-import os
 import shutil
-import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +23,7 @@ from perceiver_ar.store import Store, smallest_dtype, write_store
 from perceiver_ar.tasks.base import BOS, EOS
 from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, Words
 from perceiver_ar.windows import Tokens
+from perceiver_ar.workers import Done, Lost, each
 
 SAMPLE = 20 << 20
 """Bytes of text that pieces of words are learned from, taken from all over the corpus."""
@@ -201,40 +195,16 @@ def _each(
     done = whole - sum(map(corpus.size, indices))
     moved(done, whole)
     if min(workers, len(indices)) <= 1:
-        for index in indices:
-            take(work(index))
-            moved(done := done + corpus.size(index), whole)
-        return
-    others = multiprocessing.active_children()
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _follow_parent) as pool:
-        futures = {pool.submit(work, index): index for index in indices}
-        try:
-            for future in as_completed(futures):
-                take(future.result())
-                moved(done := done + corpus.size(futures[future]), whole)
-        except BaseException as error:
-            for child in multiprocessing.active_children():
-                if child not in others:
-                    child.terminate()
-            if isinstance(error, BrokenProcessPool):
-                raise ValueError(
-                    "a process was killed, for want of memory perhaps: the same command goes on, with "
-                    "--workers 1 in less."
-                ) from None
-            raise
-
-
-def _follow_parent() -> None:
-    """Leaves Ctrl-C to the parent, and ends when that is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+        results: Iterator[Any] = (Done(index, work(index), None) for index in indices)
+    else:
+        results = each(work, indices, workers)
+    for index, value, error in results:
+        if isinstance(error, Lost):
+            raise ValueError("a process was killed, for want of memory perhaps: try again with --workers 1.")
+        if error is not None:
+            raise error
+        take(value)
+        moved(done := done + corpus.size(index), whole)
 
 
 def _join(corpus: Corpus, work: Path, out: Path, words: Vocabulary, kind: Kind) -> Store:

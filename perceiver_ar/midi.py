@@ -1,0 +1,165 @@
+"""MIDI to performance events and back (Oore et al., as Music Transformer and the paper use them).
+
+128 note-on, 128 note-off, 100 time shifts of 10 ms to 1 s, 32 velocities: 388 events. A note that the
+sustain pedal holds ends when the pedal lifts or the same pitch is struck again.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perceiver_ar.extras import need
+from perceiver_ar.windows import Tokens
+
+NOTE_ON, NOTE_OFF, SHIFT, VELOCITY, EVENTS = 0, 128, 256, 356, 388
+"""Where each kind begins, and how many there are."""
+STEPS = 100
+"""A second, and the longest shift."""
+BIN = 4
+"""Velocities of one velocity event."""
+SUSTAIN = 64
+"""Number of the pedal's controller, and the value from which it is down."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Notes of a piece: starts and ends in seconds or in steps, pitches, velocities."""
+
+    start: NDArray[Any]
+    end: NDArray[Any]
+    pitch: Ints
+    velocity: Ints
+
+    def __len__(self) -> int:
+        return len(self.pitch)
+
+    def take(self, which: Any) -> "Notes":
+        return Notes(self.start[which], self.end[which], self.pitch[which], self.velocity[which])
+
+
+def encode_midi(path: str | Path) -> Tokens:
+    """The events of a file, 0 to 387."""
+    return encode(quantize(read_midi(path)))
+
+
+def read_midi(path: str | Path) -> Notes:
+    """Notes in seconds, with the pedal folded into their lengths; drums are left out."""
+    symusic = need("symusic", "music")
+    try:
+        score = symusic.Score.from_midi(Path(path).read_bytes())
+    except Exception as error:  # the library's own, of many kinds
+        raise ValueError(f"{path} is not a MIDI file that can be read: {error}") from None
+    seconds = _clock(score)
+    parts = []
+    for track in score.tracks:
+        if track.is_drum or not len(track.notes):
+            continue
+        notes, pedal = track.notes.numpy(), track.controls.numpy()
+        start = notes["time"].astype(np.int64)
+        end = start + np.maximum(notes["duration"].astype(np.int64), 0)
+        found = Notes(
+            seconds(start), seconds(end), notes["pitch"].astype(np.int64), notes["velocity"].astype(np.int64)
+        )
+        of_pedal = pedal["number"] == SUSTAIN
+        times, down = seconds(pedal["time"][of_pedal].astype(np.int64)), pedal["value"][of_pedal] >= SUSTAIN
+        parts.append(fold_pedal(found.take(found.velocity > 0), times, down))
+    if not parts:
+        raise ValueError(f"{path} holds no notes.")
+    return Notes(
+        *(
+            np.concatenate(x)
+            for x in zip(*((p.start, p.end, p.pitch, p.velocity) for p in parts), strict=True)
+        )
+    )
+
+
+def _clock(score: Any) -> Any:
+    """From ticks to seconds, through all changes of tempo."""
+    tempos = score.tempos.numpy()
+    ticks, micros = tempos["time"].astype(np.int64), tempos["mspq"].astype(np.float64)
+    if not len(ticks) or ticks[0] > 0:
+        ticks, micros = np.append(0, ticks), np.append(500_000.0, micros)
+    scale = micros / 1e6 / score.tpq
+    passed = np.append(0.0, np.cumsum(np.diff(ticks) * scale[:-1]))
+
+    def seconds(tick: Ints) -> Floats:
+        index = np.searchsorted(ticks, tick, side="right") - 1
+        return passed[index] + (tick - ticks[index]) * scale[index]
+
+    return seconds
+
+
+def fold_pedal(notes: Notes, times: Floats, down: NDArray[np.bool_]) -> Notes:
+    """Notes as long as they sound; the pedal moves at these times."""
+    if not len(times):
+        return notes
+    order = np.lexsort((~down, times))  # moved both ways at once, it ends up: as note-seq has it
+    times, down = times[order], down[order]
+    last = max(times[-1], notes.end.max())
+    lifts = np.append(times[~down], last)
+
+    def held(at: Floats) -> NDArray[np.bool_]:
+        """Whether the pedal is down, having moved at that time already."""
+        return np.append(False, down)[np.searchsorted(times, at, side="right")]
+
+    # Pitch by pitch in order of time, so that what comes next of the same pitch is next.
+    order = np.lexsort((notes.start, notes.pitch))
+    start, end, pitch = notes.start[order], notes.end[order], notes.pitch[order]
+    count, struck = len(start), held(start)
+    following = np.arange(1, count + 1)
+
+    def same(index: Ints) -> NDArray[np.bool_]:
+        return (index < count) & (pitch[np.minimum(index, count - 1)] == pitch)
+
+    def onset(index: Ints) -> Floats:
+        return np.where(same(index), start[np.minimum(index, count - 1)], np.inf)
+
+    # A note struck again while it is held down ends there only if the pedal is down.
+    while True:
+        passes = (onset(following) <= end) & ~struck[np.minimum(following, count - 1)]
+        if not passes.any():
+            break
+        following = following + passes
+    again = onset(following)
+    lifted = lifts[np.minimum(np.searchsorted(lifts, end, side="right"), len(lifts) - 1)]
+    sounding = np.where(held(end), np.minimum(np.maximum(lifted, end), again), end)
+    sounding = np.where(again <= end, again, sounding)
+    kept = (sounding > start) | (again != start)  # of two struck at once, one
+    back = np.argsort(order[kept], kind="stable")
+    return Notes(start[kept], sounding[kept], pitch[kept], notes.velocity[order][kept]).take(back)
+
+
+def quantize(notes: Notes) -> Notes:
+    """In steps of 10 ms, each note at least one long, in order of start and pitch."""
+    order = np.lexsort((notes.pitch, notes.start))
+    notes = notes.take(order)
+    start, end = ((x * STEPS + 0.5).astype(np.int64) for x in (notes.start, notes.end))
+    return Notes(start, np.maximum(end, start + 1), notes.pitch, notes.velocity)
+
+
+def encode(notes: Notes) -> Tokens:
+    """Events of notes in steps."""
+    count = len(notes)
+    step = np.concatenate((notes.start, notes.end))
+    which, off = np.tile(np.arange(count), 2), np.repeat([False, True], count)
+    order = np.lexsort((off, which, step))
+    step, which, off = step[order], which[order], off[order]
+    gap = np.diff(step, prepend=0)
+    shifts = (gap + STEPS - 1) // STEPS
+    bins = (notes.velocity[which] - 1) // BIN + 1
+    louder = np.zeros(2 * count, dtype=bool)
+    louder[~off] = np.diff(bins[~off], prepend=0) != 0
+    ends = np.cumsum(shifts + louder + 1)
+    events = np.full(int(ends[-1]) if count else 0, SHIFT + STEPS - 1, dtype=np.uint16)
+    events[ends - 1] = notes.pitch[which] + np.where(off, NOTE_OFF, NOTE_ON)
+    events[ends[louder] - 2] = VELOCITY + bins[louder] - 1
+    moved = gap > 0
+    last_shift = (ends - 2 - louder)[moved]
+    events[last_shift] = SHIFT + (gap[moved] - 1) % STEPS
+    return events

@@ -1,0 +1,94 @@
+"""Work shared out to processes: one that crashes or hangs costs its own item and nothing else."""
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+
+class Done(NamedTuple):
+    """An item, what came of it, or what went wrong."""
+
+    item: Any
+    value: Any
+    error: Exception | None
+
+
+class Lost(Exception):
+    """The process that had the item is gone."""
+
+
+class _Worker:
+    """A process that does one item at a time."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, work), daemon=True)
+        self.process.start()
+        other.close()
+        self.item, self.deadline = None, float("inf")
+
+    def give(self, item: Any, seconds: float) -> None:
+        self.item, self.deadline = item, time.monotonic() + seconds
+        with suppress(BrokenPipeError):  # it is found dead when it is listened to
+            self.pipe.send(item)
+
+    def result(self) -> Done:
+        """Once there is one, or the process is gone, or too slow."""
+        if self.pipe.poll():
+            with suppress(EOFError, ConnectionResetError):
+                return Done(self.item, *self.pipe.recv())
+            return Done(self.item, None, Lost("it crashed the process that read it"))
+        return Done(self.item, None, Lost("it took too long"))
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
+    """Ends with the parent, whose Ctrl-C is not its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(EOFError, OSError):
+        while True:
+            item = pipe.recv()
+            try:
+                pipe.send((work(item), None))
+            except Exception as error:
+                pipe.send((None, error))
+
+
+def each(
+    work: Callable[[Any], Any], items: Iterable[Any], workers: int, seconds: float = float("inf")
+) -> Iterator[Done]:
+    """Does all items in processes, in any order; none may take longer than so many seconds."""
+    waiting = iter(items)
+    crew: list[_Worker] = []
+    try:
+        for _, item in zip(range(workers), waiting, strict=False):  # in this order no item is lost
+            crew.append(_Worker(work))
+            crew[-1].give(item, seconds)
+        while crew:
+            soonest = min(worker.deadline for worker in crew) - time.monotonic()
+            timeout = None if soonest == float("inf") else max(0.0, soonest)
+            ready = wait([worker.pipe for worker in crew], timeout)
+            for worker in [w for w in crew if w.pipe in ready or w.deadline <= time.monotonic()]:
+                done = worker.result()
+                crew.remove(worker)
+                if isinstance(done.error, Lost):
+                    worker.stop()
+                    worker = _Worker(work)
+                try:
+                    worker.give(next(waiting), seconds)
+                    crew.append(worker)
+                except StopIteration:
+                    worker.stop()
+                yield done
+    finally:
+        for worker in crew:
+            worker.stop()
