@@ -50,7 +50,7 @@ def prepare(task: Annotated[str, tyro.conf.Positional]) -> None:
 def prepare_task(arguments: list[str]) -> None:
     """The settings are those of the task's own function."""
     if not arguments or arguments[0].startswith("-"):
-        print("usage: perceiver-ar prepare text|tokens SOURCE --out DIR")
+        print("usage: perceiver-ar prepare text|image|music|tokens SOURCE --out DIR")
         print("`perceiver-ar prepare text --help` lists all settings.")
         sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
     from perceiver_ar import tasks
@@ -213,6 +213,7 @@ def generate(
     run: Run,
     prompt: str | None = None,
     prompt_file: Path | None = None,
+    keep: int | None = None,
     tokens: int | None = None,
     samples: int = 1,
     temperature: float = 1.0,
@@ -232,6 +233,7 @@ def generate(
         run: Folder of a run.
         prompt: What to go on from, as the task writes it: text, ids, bytes ... Default: a beginning.
         prompt_file: The same from a file.
+        keep: How much of that file: tokens of text, seconds of music, rows of an image. Default: all.
         tokens: How many to draw at most. Default: what the task makes of it.
         samples: How many to draw at once, all different.
         temperature: Below 1 for likelier tokens, 0 for the likeliest.
@@ -253,7 +255,7 @@ def generate(
     model, task, _ = load(run, str(where))
     model = model.to(best_dtype(where))
     given = (
-        task.prompt_file(prompt_file)
+        task.prompt_file(prompt_file, keep)
         if prompt_file is not None
         else task.start(seed)
         if prompt is None

@@ -113,7 +113,7 @@ def plan(files: dict[str | None, list[Path]], shares: Shares) -> list[list[Span]
 
 def _spans(split: str | None, paths: list[Path], shares: Shares) -> Iterator[Span]:
     texts = [path for path in paths if path.suffix not in (".jsonl", ".parquet") and path.stat().st_size]
-    drawn = dict(zip(texts, _draw(len(texts), shares), strict=True))
+    drawn = dict(zip(texts, draw_splits(len(texts), shares), strict=True))
     for path in paths:
         size = path.stat().st_size
         if path.suffix == ".jsonl":
@@ -126,7 +126,7 @@ def _spans(split: str | None, paths: list[Path], shares: Shares) -> Iterator[Spa
             yield from _text(path, 0, size, split or drawn[path], final=True)
 
 
-def _draw(count: int, shares: Shares) -> list[str]:
+def draw_splits(count: int, shares: Shares) -> list[str]:
     """A split for each of so many documents, at least one for each that has a share."""
     tests = max(1, round(count * shares.test)) if shares.test else 0
     others = max(1, round(count * shares.validation)) if shares.validation else 0

@@ -70,8 +70,8 @@ def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
 class Crops:
     """Random stretches of the documents of a store, every target about as likely as any other."""
 
-    def __init__(self, split: Split, context: int) -> None:
-        self.split, self.context = split, context
+    def __init__(self, split: Split, context: int, task: Task) -> None:
+        self.split, self.context, self.task = split, context, task
         self.weights: dict[int, NDArray[np.int64]] = {}
         """Cumulative, for each number of latents."""
         if not (split.lengths() > 1).any():
@@ -80,18 +80,19 @@ class Crops:
     def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
         if latents not in self.weights:
             self.weights[latents] = np.cumsum(crop_weight(self.split.lengths() - 1, latents))
-        cumulative = self.weights[latents]
-        drawn = generator(seed, step).integers(cumulative[-1], size=size)
+        cumulative, random = self.weights[latents], generator(seed, step)
+        drawn = random.integers(cumulative[-1], size=size)
         indices = np.searchsorted(cumulative, drawn, side="right")
         return [
-            self._window(index, value - (cumulative[index - 1] if index else 0), latents)
+            self._window(index, value - (cumulative[index - 1] if index else 0), latents, random)
             for index, value in zip(indices.tolist(), drawn.tolist(), strict=True)
         ]
 
-    def _window(self, index: int, drawn: int, latents: int) -> Window:
+    def _window(self, index: int, drawn: int, latents: int, random: np.random.Generator) -> Window:
         end = 1 + crop_end(int(drawn), self.split.length(index) - 1, latents)
         start = max(0, end - 1 - self.context)
-        return Window(self.split.read(index, start, end), start, min(latents, end - 1))
+        tokens = self.task.augment(self.split.read(index, start, end), random)[-(self.context + 1) :]
+        return Window(tokens, start, min(latents, len(tokens) - 1))
 
 
 class Mixture:

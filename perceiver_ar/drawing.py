@@ -123,8 +123,11 @@ def _save(task: Task, prompt: Tokens, rows: list[Tokens], out: Path) -> list[str
     """Prompt and sample, one file each: out itself, or out-1, out-2 ..."""
     numbered = [out.with_stem(f"{out.stem}-{index + 1}") for index in range(len(rows))]
     paths = [out] if len(rows) == 1 else numbered
-    for row, path in zip(rows, paths, strict=True):
-        task.save(np.concatenate((prompt, row)), path)
+    samples = [np.concatenate((prompt, row)) for row in rows]
+    for sample, path in zip(samples, paths, strict=True):
+        task.save(sample, path)
+    if len(rows) > 1:
+        task.save_all(samples, out)
     return [str(path) for path in paths]
 
 

@@ -4,6 +4,7 @@
 sustain pedal holds ends when the pedal lifts or the same pitch is struck again.
 """
 
+import wave
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,69 @@ def encode(notes: Notes) -> Tokens:
     last_shift = (ends - 2 - louder)[moved]
     events[last_shift] = SHIFT + (gap[moved] - 1) % STEPS
     return events
+
+
+def decode(events: Tokens) -> Notes:
+    """Notes in steps, in the order in which they begin.
+
+    What makes no sense, such as the end of a note that did not begin, is passed over. Of notes of one
+    pitch the first to begin is the first to end, and the end of the piece ends what is left.
+    """
+    now, velocity = 0, 64
+    notes: list[list[int]] = []
+    open_: dict[int, list[list[int]]] = {pitch: [] for pitch in range(NOTE_OFF)}
+    for event in events.tolist():
+        if event < NOTE_OFF:
+            notes.append([now, -1, event, velocity])
+            open_[event].append(notes[-1])
+        elif event < SHIFT:
+            if begun := open_[event - NOTE_OFF]:
+                begun.pop(0)[1] = now
+        elif event < VELOCITY:
+            now += event - SHIFT + 1
+        else:
+            velocity = (event - VELOCITY) * BIN + 1
+    start, end, pitch, loudness = np.array(notes, dtype=np.int64).reshape(-1, 4).T
+    return Notes(start, np.maximum(np.where(end < 0, now, end), start + 1), pitch, loudness)
+
+
+def to_score(notes: Notes) -> Any:
+    """A piano part, 50 ticks a quarter at 120 a minute, so that a step is a tick."""
+    symusic = need("symusic", "music")
+    score = symusic.Score(STEPS // 2)
+    score.tempos.append(symusic.Tempo(0, 120.0))
+    track = symusic.Track("piano", 0, False)
+    for start, end, pitch, velocity in zip(notes.start, notes.end, notes.pitch, notes.velocity, strict=True):
+        track.notes.append(symusic.Note(int(start), int(end - start), int(pitch), int(velocity)))
+    score.tracks.append(track)
+    return score
+
+
+def write_midi(notes: Notes, path: Path) -> None:
+    to_score(notes).dump_midi(str(path))
+
+
+def write_wav(notes: Notes, path: Path, rate: int = 44_100) -> None:
+    """As played by the General MIDI sounds that pretty_midi brings along."""
+    symusic, home = need("symusic", "music"), need("pretty_midi", "music").__file__
+    synthesizer = symusic.Synthesizer(str(Path(home).parent / "TimGM6mb.sf2"), rate)
+    # (2, samples); without a note, a second of silence
+    sound = np.asarray(synthesizer.render(to_score(notes), True)) if len(notes) else np.zeros((2, rate))
+    sound = sound / max(1.0, float(np.abs(sound).max()))
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((sound.T * 32_767).astype("<i2").tobytes())
+
+
+def write_roll(notes: Notes, path: Path) -> None:
+    """A picture: time to the right, pitch upwards, darker is louder."""
+    image = need("PIL.Image", "image")
+    width = max(1, int(notes.end.max()) // 2 + 1) if len(notes) else 1
+    roll = np.full((88, width), 255, dtype=np.uint8)
+    for start, end, pitch, velocity in zip(notes.start, notes.end, notes.pitch, notes.velocity, strict=True):
+        row = 108 - int(np.clip(pitch, 21, 108))
+        part = roll[row, start // 2 : max(end // 2, start // 2 + 1)]
+        np.minimum(part, 200 - int(velocity) * 200 // 127, out=part)
+    image.fromarray(np.repeat(roll, 6, axis=0)).save(path)

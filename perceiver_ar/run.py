@@ -39,7 +39,7 @@ class Source:
     weights: tuple[float, ...] = ()
 
     def examples(self, context: int) -> Examples:
-        crops = [Crops(store.split("train"), context) for store in self.stores]
+        crops = [Crops(store.split("train"), context, self.task) for store in self.stores]
         return Mixture(crops, self.weights) if crops else self.task.examples()
 
     def documents(self, split: str) -> Sequence[Document]:
@@ -81,7 +81,9 @@ def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
     for other in others:
         if any(other.meta[key] != first.meta[key] for key in ("task", "options", "vocab_size")):
             raise ValueError(f"{first.folder} and {other.folder} cannot be mixed: their tokens differ.")
-    kind = tasks.get(first.meta["task"], first.meta["options"]).at(first.folder)
+    # What a store does not settle, such as augmentation, is as asked.
+    asked = options if task == first.meta["task"] else {}
+    kind = tasks.get(first.meta["task"], asked | first.meta["options"]).at(first.folder)
     return Source(kind, tuple(stores), tuple(mixture.values()))
 
 

@@ -28,7 +28,7 @@ from perceiver_ar.optim import learning_rate
 from perceiver_ar.sealed import Damaged
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.copy import CopyTask
-from perceiver_ar.tasks.tokens import prepare
+from perceiver_ar.tasks.tokens import TokensTask, prepare
 
 CPU = torch.device("cpu")
 
@@ -534,7 +534,7 @@ def test_crops_show_every_target_about_as_often() -> None:
         def read(self, index: int, start: int, end: int) -> np.ndarray:
             return store[start:end]
 
-    crops = Crops(OneDocument(), 128)
+    crops = Crops(OneDocument(), 128, TokensTask())
     for latents in (16, 64, 1024):
         seen = np.zeros(len(store))
         for step in range(40):

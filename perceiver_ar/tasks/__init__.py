@@ -8,7 +8,13 @@ from perceiver_ar.config import unknown
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import Task
 
-_TASKS = {"copy": "CopyTask", "text": "TextTask", "tokens": "TokensTask"}
+_TASKS = {
+    "copy": "CopyTask",
+    "image": "ImageTask",
+    "music": "MusicTask",
+    "text": "TextTask",
+    "tokens": "TokensTask",
+}
 
 
 def get(name: str, options: dict[str, Any] | None = None) -> Task:

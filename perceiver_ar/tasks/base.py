@@ -66,6 +66,10 @@ class Task(Config):
         """A file as one document, to be scored."""
         raise ValueError(f"the task {self.name} has no files that could be scored.")
 
+    def augment(self, tokens: Tokens, random: np.random.Generator) -> Tokens:
+        """A variation of a document's stretch, for training."""
+        return tokens
+
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Positions (..., A) of places in a document; None where each window counts from 0."""
         return None
@@ -74,9 +78,9 @@ class Task(Config):
         """What was typed as a prompt."""
         raise ValueError(f"the task {self.name} takes no prompt.")
 
-    def prompt_file(self, path: Path) -> Tokens:
-        """A file as a prompt."""
-        return self.prompt(path.read_text())
+    def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
+        """A file as a prompt, or its beginning: so many tokens, or what else the task counts in."""
+        return self.prompt(path.read_text())[: None if keep is None else keep + 1]
 
     def start(self, seed: int) -> Tokens:
         """The prompt where none is given."""
@@ -98,6 +102,9 @@ class Task(Config):
         spell = self.speller()
         assert spell is not None
         path.write_text("".join(map(spell, tokens.tolist())).strip() + "\n")
+
+    def save_all(self, samples: list[Tokens], path: Path) -> None:
+        """Several samples in one file, beside a file for each, where the task has such a thing."""
 
     def show(self, truth: Tokens, predicted: Tokens) -> str | None:
         """A few predicted tokens beside the true ones, for a person to see; None if that says nothing."""

@@ -65,8 +65,8 @@ class TextTask(Task):
     def prompt(self, text: str) -> Tokens:
         return self._after_bos(text.encode("utf-8", "surrogateescape"))
 
-    def prompt_file(self, path: Path) -> Tokens:
-        return self._after_bos(path.read_bytes())
+    def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
+        return self._after_bos(path.read_bytes())[: None if keep is None else keep + 1]
 
     def _after_bos(self, data: bytes) -> Tokens:
         return np.concatenate(([BOS], self.vocabulary.encode(data))).astype(np.int64)

@@ -37,8 +37,8 @@ class TokensTask(Task):
             raise ValueError(f"'{text}' is not a row of ids such as 5 17 3.") from None
         return encode(check_ids(np.array(ids), "the prompt"))
 
-    def prompt_file(self, path: Path) -> Tokens:
-        return self.read(path).tokens
+    def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
+        return self.read(path).tokens[: None if keep is None else keep + 1]
 
     def speller(self) -> Callable[[int], str]:
         return lambda token: f"{token - FIRST} " if token >= FIRST else ""

@@ -1,0 +1,167 @@
+"""Symbolic music: MIDI files as performance events."""
+
+import csv
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perceiver_ar import midi
+from perceiver_ar.corpus import SPLITS, Shares, draw_splits
+from perceiver_ar.midi import EVENTS, NOTE_OFF, SHIFT, STEPS, VELOCITY, encode_midi
+from perceiver_ar.report import progress_bar
+from perceiver_ar.store import Store, write_store
+from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.windows import Tokens
+from perceiver_ar.workers import each
+
+WRITERS = {".mid": midi.write_midi, ".midi": midi.write_midi, ".wav": midi.write_wav, ".png": midi.write_roll}
+
+
+@dataclass(frozen=True)
+class MusicTask(Task):
+    """Events after a BOS."""
+
+    name: ClassVar[str] = "music"
+
+    transpose: int = 0
+    """In training, pieces are moved by up to so many semitones up or down."""
+    stretch: float = 0.0
+    """In training, pieces are played faster or slower by up to this share."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.transpose <= 24 or not 0 <= self.stretch <= 0.5:
+            raise ValueError("transpose must be from 0 to 24 semitones, and stretch from 0 to 0.5.")
+
+    @property
+    def ends(self) -> bool:
+        return False
+
+    def augment(self, tokens: Tokens, random: np.random.Generator) -> Tokens:
+        if self.transpose:
+            tokens = transposed(tokens, int(random.integers(-self.transpose, self.transpose + 1)))
+        if self.stretch:
+            tokens = stretched(tokens, float(random.uniform(1 - self.stretch, 1 + self.stretch)))
+        return tokens
+
+    def read(self, path: Path) -> Document:
+        tokens = _stored(encode_midi(path))
+        return Document(tokens, 1, len(tokens))
+
+    def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
+        """Of a MIDI file, perhaps only the first seconds."""
+        events = encode_midi(path)
+        if keep is not None:
+            steps = np.cumsum(np.where(_is_shift(events), events.astype(np.int64) - SHIFT + 1, 0))
+            events = events[steps <= keep * STEPS]
+        return _stored(events)
+
+    def count(self, prompt: Tokens) -> int:
+        return 1024
+
+    def check_file(self, path: Path) -> None:
+        if path.suffix not in WRITERS:
+            raise ValueError(f"music is written to {', '.join(WRITERS)}, not to {path}.")
+
+    def save(self, tokens: Tokens, path: Path) -> None:
+        WRITERS[path.suffix](midi.decode(tokens[tokens >= FIRST] - FIRST), path)
+
+
+def _stored(events: Tokens) -> Tokens:
+    return np.concatenate(([BOS], events.astype(np.int64) + FIRST))
+
+
+def _is_shift(events: Tokens) -> NDArray[np.bool_]:
+    return (events >= SHIFT) & (events < VELOCITY)
+
+
+def transposed(tokens: Tokens, semitones: int) -> Tokens:
+    """All pitches moved; by an octave less where they would leave the keyboard's 128."""
+    events = tokens.astype(np.int64) - FIRST
+    of_note = (events >= 0) & (events < SHIFT)
+    pitch = events % NOTE_OFF + semitones
+    pitch += 12 * (pitch < 0) - 12 * (pitch >= NOTE_OFF)
+    return np.where(of_note, events // NOTE_OFF * NOTE_OFF + pitch + FIRST, tokens)
+
+
+def stretched(tokens: Tokens, factor: float) -> Tokens:
+    """All times multiplied; what is rounded away is made up for by the next shift."""
+    events = tokens.astype(np.int64) - FIRST
+    shift = _is_shift(events)
+    wanted = np.round(np.cumsum(events[shift] - SHIFT + 1) * factor).astype(np.int64)
+    steps = np.diff(wanted, prepend=0)
+    counts = np.ones(len(tokens), dtype=np.int64)
+    counts[shift] = (steps + STEPS - 1) // STEPS  # a long one becomes two, a vanishing one none
+    out = np.repeat(events, counts)
+    out[np.repeat(shift, counts)] = SHIFT + STEPS - 1
+    last = (np.cumsum(counts) - 1)[shift][steps > 0]
+    out[last] = SHIFT + (steps[steps > 0] - 1) % STEPS
+    return out + FIRST
+
+
+def prepare(
+    source: Path,
+    /,
+    out: Path,
+    validation: float = 0.05,
+    test: float = 0.0,
+    min_events: int = 1,
+    max_events: int | None = None,
+    workers: int | None = None,
+) -> Store:
+    """Turn MIDI files into a token store.
+
+    Args:
+        source: A .mid file or a folder of them. A MAESTRO csv in it gives the splits, or folders named train,
+            validation and test.
+        out: Folder of the store.
+        validation: Share of the pieces that is kept for validation.
+        test: The same for the test.
+        min_events: Shorter pieces are left out.
+        max_events: Longer pieces are left out.
+        workers: Processes. Default: as many as there are cores.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already: choose another --out, or remove it.")
+    splits = _splits(source, Shares(validation, test))
+    pieces, skipped = {}, []
+    with progress_bar(True, "encoding") as moved:
+        for path, events, error in each(encode_midi, splits, workers or os.cpu_count() or 1, seconds=60):
+            if error is not None:
+                skipped.append(f"{path}: {error}")
+            elif min_events <= len(events) and (max_events is None or len(events) <= max_events):
+                pieces[path] = _stored(events)
+            moved(len(pieces) + len(skipped), len(splits))
+    for sentence in skipped:
+        print(f"skipped {sentence}", file=sys.stderr)
+    if skipped:
+        print(f"{len(skipped)} of {len(splits)} files were skipped.", file=sys.stderr)
+    if not pieces:
+        raise ValueError(f"{source} holds no piece that can be used.")
+    named = {name: [pieces[p] for p in splits if splits[p] == name and p in pieces] for name in SPLITS}
+    return write_store(out, {k: v for k, v in named.items() if v}, EVENTS + FIRST, "music")
+
+
+def _splits(source: Path, shares: Shares) -> dict[Path, str]:
+    """Each file's split."""
+    if source.is_file():
+        return {source: "train"}
+    tables = sorted(source.glob("maestro*.csv"))
+    if tables:
+        with tables[0].open(newline="", encoding="utf-8") as file:
+            rows = [(source / row["midi_filename"], row["split"]) for row in csv.DictReader(file)]
+        found = {path: split for path, split in rows if path.exists()}
+    else:
+        files = sorted(p for p in source.rglob("*") if p.suffix.lower() in (".mid", ".midi"))
+        top = [p.relative_to(source).parts[0] for p in files]
+        given = "train" in top
+        drawn = top if given else draw_splits(len(files), shares)
+        found = {path: split for path, split in zip(files, drawn, strict=True) if split in SPLITS}
+    if not found:
+        raise ValueError(f"{source} holds no .mid or .midi files.")
+    return found

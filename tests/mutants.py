@@ -1,0 +1,69 @@
+"""Damaged MIDI, PNG and JPEG files: `python -m tests.mutants 6000` reads so many, and counts what happens."""
+
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from perceiver_ar import midi
+from perceiver_ar.midi import Notes, encode_midi, write_midi
+from perceiver_ar.tasks.image import read_picture
+from perceiver_ar.workers import each
+
+
+def originals(folder: Path) -> list[Path]:
+    """One of each kind, made here."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    start = np.sort(rng.integers(0, 3000, 200))
+    pitch, velocity = rng.integers(21, 109, 200), rng.integers(1, 128, 200)
+    write_midi(Notes(start, start + rng.integers(1, 200, 200), pitch, velocity), folder / "a.mid")
+    picture = Image.fromarray(rng.integers(0, 256, (48, 40, 3), dtype=np.uint8))
+    picture.save(folder / "a.png")
+    picture.save(folder / "a.jpg")
+    return [folder / "a.mid", folder / "a.png", folder / "a.jpg"]
+
+
+def mutants(folder: Path, count: int, seed: int = 0) -> Iterator[Path]:
+    """Files cut short, with bits flipped, or with bytes overwritten."""
+    rng, files = random.Random(seed), originals(folder)
+    for index in range(count):
+        path = files[index % len(files)]
+        data = bytearray(path.read_bytes())
+        kind = rng.randrange(3)
+        if kind == 0:
+            del data[rng.randrange(len(data)) :]
+        for _ in range(rng.choice((1, 3, 30)) if kind else 0):
+            place = rng.randrange(len(data))
+            data[place] = data[place] ^ (1 << rng.randrange(8)) if kind == 1 else rng.randrange(256)
+        mutant = folder / f"{index}{path.suffix}"
+        mutant.write_bytes(data)
+        yield mutant
+
+
+def read(path: Path) -> int:
+    """As `prepare` does; how much was found."""
+    return len(encode_midi(path)) if path.suffix == ".mid" else read_picture(32, path).size
+
+
+def outcomes(folder: Path, count: int, seed: int = 0) -> Counter[str]:
+    """How often each kind of end came."""
+    results = each(partial(read), mutants(folder, count, seed), workers=2, seconds=20)
+    return Counter(
+        f"{path.suffix}: {type(error).__name__ if error else 'read'}" for path, _, error in results
+    )
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        for what, times in sorted(outcomes(Path(place), int(sys.argv[1])).items()):
+            print(f"{what} {times}")
+    print(f"{time.monotonic() - began:.0f} s; {midi.EVENTS} events")

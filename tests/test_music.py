@@ -1,0 +1,240 @@
+"""Music: events as note-seq makes them, and back; pieces that are moved and stretched; damaged files."""
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perceiver_ar import midi
+from perceiver_ar.midi import EVENTS, Notes, decode, encode, encode_midi, fold_pedal, quantize
+from perceiver_ar.store import Store
+from perceiver_ar.tasks.base import BOS, FIRST
+from perceiver_ar.tasks.music import MusicTask, prepare, stretched, transposed
+from tests.mutants import outcomes
+from tests.test_cli import run
+
+MAESTRO = Path(__file__).resolve().parents[2] / "shared/data/maestro"
+EVENT_LISTS = st.lists(st.integers(0, EVENTS - 1), max_size=200).map(lambda x: np.array(x, dtype=np.int64))
+
+
+def piece(count: int = 60, seed: int = 0, most: int = 100) -> Notes:
+    """Notes in steps, in order; up to 88 of them have each a pitch of its own."""
+    rng = np.random.default_rng(seed)
+    start = np.sort(rng.integers(0, 1500, count))
+    pitch = 21 + np.arange(count) * 7 % 88
+    found = Notes(start, start + rng.integers(1, most, count), pitch, rng.integers(1, 128, count))
+    return found.take(np.lexsort((found.pitch, found.start)))
+
+
+def plain_fold(notes: list[list[Any]], pedal: list[tuple[float, bool]]) -> list[list[Any]]:
+    """One event after the other, as a player does it: the slow twin of fold_pedal."""
+    moves = [(time, 0 if down else 1, None) for time, down in pedal]
+    keys = [(note[0], 2, note) for note in notes] + [(note[1], 3, note) for note in notes]
+    held, active, gone, time = False, [], [], 0.0
+    for time, kind, note in sorted(moves + keys, key=lambda event: event[:2]):
+        if kind == 0:
+            held = True
+        elif kind == 1:
+            held = False
+            for other in [x for x in active if x[1] < time]:
+                other[1] = time
+                active.remove(other)
+        elif kind == 2:
+            if held:
+                for other in [x for x in active if x[2] == note[2]]:
+                    other[1] = time
+                    active.remove(other)
+                    if other[0] == time:
+                        gone.append(other)
+            active.append(note)
+        elif not held and any(x is note for x in active):
+            active = [x for x in active if x is not note]
+    for note in active:
+        note[1] = time
+    return [note for note in notes if not any(note is x for x in gone)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    notes=st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(60, 62)),
+        min_size=1,
+        max_size=25,
+        unique_by=lambda note: (note[0], note[2]),
+    ),
+    pedal=st.lists(st.tuples(st.integers(0, 90), st.booleans()), max_size=12, unique_by=lambda move: move[0]),
+)
+def test_the_pedal_is_folded_as_it_is_played(notes: list[Any], pedal: list[Any]) -> None:
+    start, length, pitch = np.array(notes).T
+    given_notes = Notes(start * 1.0, (start + length) * 1.0, pitch, np.arange(len(notes)))
+    folded = fold_pedal(
+        given_notes, np.array([t for t, _ in pedal], float), np.array([d for _, d in pedal], bool)
+    )
+    rows = [[float(s), float(s + n), p, i] for i, (s, n, p) in enumerate(notes)]
+    slow = plain_fold(rows, [(float(t), d) for t, d in pedal]) if pedal else rows
+    fast = sorted(zip(folded.velocity.tolist(), folded.start.tolist(), folded.end.tolist(), strict=True))
+    assert fast == sorted((note[3], note[0], note[1]) for note in slow)
+
+
+def test_events_equal_note_seqs_on_every_validation_piece(tmp_path: Path) -> None:
+    archive = MAESTRO / "midi-train-validation.tar.xz"
+    if not archive.exists():
+        pytest.skip("needs ../shared/data/maestro")
+    import tarfile
+
+    known = np.load(MAESTRO / "events-validation.npz")
+    wanted = {str(name) for name in known["files"]}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            if member.name.removeprefix("maestro/") in wanted:
+                tar.extract(member, tmp_path, filter="data")
+    for index, name in enumerate(known["files"]):
+        events = known["events"][known["offsets"][index] : known["offsets"][index + 1]]
+        found = encode_midi(tmp_path / "maestro" / str(name))
+        assert np.array_equal(found, events), name
+        assert np.array_equal(encode(decode(found)), events), name
+
+
+def test_notes_come_back_from_events_and_from_midi(tmp_path: Path) -> None:
+    notes = piece()
+    events = encode(notes)
+    assert events.max() < EVENTS
+    back = decode(events)
+    for name in ("start", "end", "pitch"):
+        assert np.array_equal(getattr(back, name), getattr(notes, name)), name
+    assert np.array_equal(back.velocity, (notes.velocity - 1) // 4 * 4 + 1)
+    midi.write_midi(back, tmp_path / "a.mid")
+    assert np.array_equal(
+        encode_midi(tmp_path / "a.mid"),
+        encode(quantize(Notes(back.start / 100, back.end / 100, back.pitch, back.velocity))),
+    )
+
+
+def test_tempo_changes_are_followed(tmp_path: Path) -> None:
+    import symusic
+
+    score = symusic.Score(100)
+    for time, tempo in ((0, 60.0), (200, 120.0)):
+        score.tempos.append(symusic.Tempo(time, tempo))
+    track = symusic.Track("piano", 0, False)
+    track.notes.append(symusic.Note(100, 300, 60, 64))
+    score.tracks.append(track)
+    score.dump_midi(str(tmp_path / "a.mid"))
+    notes = midi.read_midi(tmp_path / "a.mid")
+    assert notes.start[0] == pytest.approx(1.0)
+    assert notes.end[0] == pytest.approx(2.0 + 1.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(events=EVENT_LISTS)
+def test_any_events_decode_to_notes_that_can_be_played(events: np.ndarray) -> None:
+    notes = decode(events)
+    assert (notes.end > notes.start).all()
+    assert len(notes) == (events < 128).sum()
+    again = decode(encode(notes)) if len(notes) else notes
+    assert np.array_equal(again.start, notes.start)
+
+
+@settings(max_examples=200, deadline=None)
+@given(events=EVENT_LISTS, semitones=st.integers(-12, 12))
+def test_transposing_moves_pitches_only(events: np.ndarray, semitones: int) -> None:
+    tokens = np.concatenate(([BOS], events + FIRST))
+    moved = transposed(tokens, semitones)
+    assert moved[0] == BOS
+    before, after = events, moved[1:] - FIRST
+    assert np.array_equal(after[before >= 256], before[before >= 256])
+    assert np.array_equal(after[before < 256] // 128, before[before < 256] // 128)
+    assert ((after - before - semitones)[before < 256] % 12 == 0).all()
+
+
+def test_stretching_multiplies_times() -> None:
+    notes = piece(200)
+    tokens = np.concatenate(([BOS], encode(notes).astype(np.int64) + FIRST))
+    assert np.array_equal(stretched(tokens, 1.0), tokens)
+    for factor in (0.9, 1.07):
+        slower = decode(stretched(tokens, factor)[1:] - FIRST)
+        assert np.abs(slower.start - notes.start * factor).max() <= 1
+        assert np.array_equal(slower.pitch, notes.pitch)
+    assert stretched(tokens[:1], 1.5).tolist() == [BOS]
+
+
+def folder_of_pieces(folder: Path, count: int = 12) -> Path:
+    folder.mkdir()
+    for index in range(count):
+        midi.write_midi(piece(seed=index), folder / f"{index}.mid")
+    return folder
+
+
+def test_augmentation_follows_seed_and_step_and_spares_the_store(tmp_path: Path) -> None:
+    from perceiver_ar.run import open_source
+
+    prepare(folder_of_pieces(tmp_path / "a"), tmp_path / "s", workers=1)
+    plain = open_source("music", {}, tmp_path / "s").examples(64)
+    moved = open_source("music", {"transpose": 5, "stretch": 0.05}, tmp_path / "s").examples(64)
+    first, second = moved.windows(0, 3, 8, 16), moved.windows(0, 3, 8, 16)
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
+    assert all(1 <= len(w.tokens) - 1 <= 64 and w.scored <= len(w.tokens) - 1 for w in first)
+    untouched = plain.windows(0, 3, 8, 16)
+    assert not all(np.array_equal(a.tokens, b.tokens) for a, b in zip(first, untouched, strict=True))
+
+
+def test_pieces_are_filtered_and_split_by_the_maestro_table(tmp_path: Path) -> None:
+    source = folder_of_pieces(tmp_path / "a", 4)
+    midi.write_midi(piece(3), source / "short.mid")
+    (source / "broken.mid").write_bytes(b"MThd nothing")
+    rows = [f"{i}.mid,{s}" for i, s in enumerate(("train", "train", "validation", "test"))]
+    table = ["midi_filename,split", *rows, "short.mid,train", "broken.mid,train", "missing.mid,train"]
+    (source / "maestro-v3.0.0.csv").write_text("\n".join(table))
+    result = run("prepare", "music", str(source), "--out", str(tmp_path / "s"), "--min-events", "50")
+    assert result.returncode == 0, result.stderr
+    assert "broken.mid" in result.stderr
+    assert "1 of 6 files were skipped" in result.stderr
+    splits = Store.open(tmp_path / "s").meta["splits"]
+    assert {name: split["documents"] for name, split in splits.items()} == {
+        "train": 2,
+        "validation": 1,
+        "test": 1,
+    }
+    nothing = run("prepare", "music", str(tmp_path / "s"), "--out", str(tmp_path / "t"))
+    assert nothing.returncode == 2
+    assert "holds no .mid or .midi files" in nothing.stderr
+
+
+def test_music_is_written_as_midi_sound_and_picture(tmp_path: Path) -> None:
+    from PIL import Image
+
+    task, tokens = MusicTask(), np.concatenate(([BOS], encode(piece()).astype(np.int64) + FIRST))
+    for suffix in (".mid", ".wav", ".png"):
+        task.check_file(tmp_path / f"a{suffix}")
+        task.save(tokens, tmp_path / f"a{suffix}")
+    assert len(decode(encode_midi(tmp_path / "a.mid"))) == len(piece())
+    seconds = piece().end.max() / 100
+    with wave.open(str(tmp_path / "a.wav")) as sound:
+        assert seconds - 0.1 < sound.getnframes() / sound.getframerate() < seconds + 10
+        samples = np.frombuffer(sound.readframes(sound.getnframes()), "<i2")
+    assert 1000 < np.abs(samples).max() <= 32_767
+    assert np.asarray(Image.open(tmp_path / "a.png")).min() < 200
+    with pytest.raises(ValueError, match=r"music is written to \.mid"):
+        task.check_file(tmp_path / "a.txt")
+    silence = np.array([BOS, FIRST + 300])
+    for suffix in (".mid", ".wav", ".png"):
+        task.save(silence, tmp_path / f"b{suffix}")
+
+
+def test_a_prompt_is_the_first_seconds_of_a_piece(tmp_path: Path) -> None:
+    notes = piece()
+    midi.write_midi(notes, tmp_path / "a.mid")
+    whole, five = (MusicTask().prompt_file(tmp_path / "a.mid", keep) for keep in (None, 5))
+    assert np.array_equal(whole[: len(five)], five)
+    assert len(decode(five[1:] - FIRST)) == (notes.start <= 500).sum()
+
+
+def test_damaged_files_never_take_the_process_with_them(tmp_path: Path) -> None:
+    counts = outcomes(tmp_path, 300)
+    assert sum(counts.values()) == 300
+    assert sum(times for what, times in counts.items() if "ValueError" in what) > 50
+    assert {what.split(": ")[1] for what in counts} <= {"read", "ValueError", "Lost"}
