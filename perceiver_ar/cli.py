@@ -110,6 +110,8 @@ def train_preset(arguments: list[str]) -> None:
 
     if chosen.weights and len(chosen.weights) != len(chosen.data):
         raise ValueError(f"{len(chosen.weights)} weights do not fit {len(chosen.data)} stores of --data.")
+    if len({path.resolve() for path in chosen.data}) < len(chosen.data):
+        raise ValueError("the same store stands twice in --data.")
     data = dict(zip(chosen.data, chosen.weights or [1.0] * len(chosen.data), strict=True))
     options = chosen.task.to_dict() if task is not None else experiment.options
     experiment = replace(experiment, model=chosen.model, train=chosen.train, options=options)

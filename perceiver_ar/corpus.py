@@ -6,18 +6,24 @@ A .txt file, or any other that is not binary, is one document; a .jsonl file hol
 
 import json
 import random
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from perceiver_ar.extras import need
 
 PART = 8 << 20
 """Bytes of text that are worked on at a time."""
+_NEAR = 1 << 16
+"""Bytes in which the end of a line is looked for."""
 SPLITS = ("train", "validation", "test")
+_NAMED = re.compile(r"(train|validation|valid|val|dev|test)([-._].*)?", re.IGNORECASE)
+"""Names of folders and files that say which split they hold."""
+_LINES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -74,30 +80,44 @@ def find_files(source: Path, pattern: str) -> dict[str | None, list[Path]]:
         return {None: [source]}
     if not source.is_dir():
         raise ValueError(f"{source} does not exist.")
-    inside = sorted(source.iterdir())
-    named = {split: [p for p in inside if p.name.split(".")[0] == split] for split in SPLITS}
-    if not named["train"]:
-        named = {None: [source]}
+    inside = [p for p in sorted(source.iterdir()) if not p.name.startswith(".")]
+    named = {path: named_split(path.name) for path in inside}
+    if set(named.values()) <= {None, "train"} or "train" not in named.values():
+        named = {source: None}  # nothing is told apart
     found: dict[str | None, list[Path]] = {}
-    for split, places in named.items():
-        files = [file for place in places for file in _below(place, pattern)]
+    for place, split in named.items():
+        files = _below(place, pattern)
+        if files and split is None and place != source:
+            raise ValueError(
+                f"{place} belongs to no split, but others there are named: move it, or use --pattern."
+            )
         if files:
-            found[split] = files
+            found.setdefault(split, []).extend(files)
     if not found:
         raise ValueError(f"{source} holds no files that fit '{pattern}'.")
     return found
 
 
+def named_split(name: str) -> str | None:
+    """The split that a folder or file is named after."""
+    found = _NAMED.fullmatch(name)
+    if found is None:
+        return None
+    return {"valid": "validation", "val": "validation", "dev": "validation"}.get(
+        found[1].lower(), found[1].lower()
+    )
+
+
 def _below(place: Path, pattern: str) -> list[Path]:
     if place.is_file():
-        return [place]
+        return [place] if place.match(pattern) else []
     hidden = (p for p in sorted(place.rglob(pattern)) if p.is_file())
     return [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(place).parts)]
 
 
-def plan(files: dict[str | None, list[Path]], shares: Shares) -> list[list[Span]]:
-    """All text in parts of about PART bytes each, in order."""
-    spans = [span for split, paths in files.items() for span in _spans(split, paths, shares)]
+def plan(files: dict[str | None, list[Path]], shares: Shares, to_the_byte: bool) -> list[list[Span]]:
+    """All text in parts of about PART bytes each, in order; cut between words, or to the byte."""
+    spans = [span for split, paths in files.items() for span in _spans(split, paths, shares, to_the_byte)]
     if not spans:
         raise ValueError("all of these files are empty.")
     parts: list[list[Span]] = [[]]
@@ -111,17 +131,19 @@ def plan(files: dict[str | None, list[Path]], shares: Shares) -> list[list[Span]
     return parts
 
 
-def _spans(split: str | None, paths: list[Path], shares: Shares) -> Iterator[Span]:
-    texts = [path for path in paths if path.suffix not in (".jsonl", ".parquet") and path.stat().st_size]
-    drawn = dict(zip(texts, draw_splits(len(texts), shares), strict=True))
+def _spans(split: str | None, paths: list[Path], shares: Shares, to_the_byte: bool) -> Iterator[Span]:
+    texts = [
+        path for path in paths if path.suffix.lower() not in (*_LINES, ".parquet") and path.stat().st_size
+    ]
+    drawn = dict(zip(texts, draw_splits(len(texts), shares), strict=True)) if split is None else {}
     for path in paths:
         size = path.stat().st_size
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() in _LINES:
             yield from (Span(str(path), a, b, b - a, split) for a, b in _cut(path, 0, size, whole_lines=True))
-        elif path.suffix == ".parquet":
+        elif path.suffix.lower() == ".parquet":
             yield from _row_groups(path, split)
         elif size and split is None and len(texts) == 1:
-            yield from _divide(path, size, shares)
+            yield from _divide(path, size, shares, to_the_byte)
         elif size:
             yield from _text(path, 0, size, split or drawn[path], final=True)
 
@@ -137,10 +159,13 @@ def draw_splits(count: int, shares: Shares) -> list[str]:
     return splits[:count]
 
 
-def _divide(path: Path, size: int, shares: Shares) -> Iterator[Span]:
+def _divide(path: Path, size: int, shares: Shares, to_the_byte: bool) -> Iterator[Span]:
     """A single document: its end is for validation, and what is after that for the test."""
     held = [round(size * share) for share in (shares.validation, shares.test)]
     bounds = [0, size - sum(held), size - held[1], size]
+    if not to_the_byte:
+        with path.open("rb") as file:
+            bounds[1:3] = [_between_words(file, at, size) for at in bounds[1:3]]
     for split, (start, stop) in zip(SPLITS, pairwise(bounds), strict=True):
         if start < stop:
             yield from _text(path, start, stop, split, final=stop == size)
@@ -157,13 +182,24 @@ def _text(path: Path, start: int, stop: int, split: str, final: bool) -> Iterato
 
 def _cut(path: Path, start: int, stop: int, whole_lines: bool = False) -> list[tuple[int, int]]:
     """A stretch of a file in parts that end with a line: always, or unless lines are huge."""
-    bounds, reach = [start, stop], stop if whole_lines else PART
+    bounds = [start, stop]
     with path.open("rb") as file:
         for at in range(start + PART, stop, PART):
             file.seek(at)
-            line = file.readline(min(reach, stop - at))
-            bounds.append(at + len(line) if line.endswith(b"\n") or whole_lines else at)
+            line_end = at + len(file.readline(stop - at)) if whole_lines else _between_words(file, at, stop)
+            bounds.append(line_end)
     return list(pairwise(sorted(set(bounds))))
+
+
+def _between_words(file: BinaryIO, at: int, stop: int) -> int:
+    """Behind the next end of a line, else before the next space, else before the next character."""
+    file.seek(at)
+    near = file.read(min(_NEAR, stop - at))
+    if (line := near.find(b"\n")) >= 0:
+        return at + line + 1
+    if (space := near.find(b" ")) >= 0:
+        return at + space
+    return at + next((i for i, byte in enumerate(near[:4]) if byte & 0xC0 != 0x80), 0)
 
 
 def _row_groups(path: Path, split: str | None) -> Iterator[Span]:
@@ -180,13 +216,13 @@ def read(spans: Sequence[Span], key: str, shares: Shares) -> Iterator[Stretch]:
     """The text of a part."""
     for span in spans:
         path = Path(span.path)
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             documents = _rows(path, span.start, key)
         else:
             with path.open("rb") as file:
                 file.seek(span.start)
                 data = file.read(span.stop - span.start)
-            if path.suffix != ".jsonl":
+            if path.suffix.lower() not in _LINES:
                 assert span.split is not None
                 yield Stretch(data, span.split, span.begins, span.ends, span.final)
                 continue
@@ -203,7 +239,7 @@ def _lines(path: Path, data: bytes, key: str) -> Iterator[bytes]:
         try:
             value = json.loads(line)
             text = value if isinstance(value, str) else value[key]
-            yield text.encode("utf-8", "surrogatepass")
+            yield b"" if text is None else text.encode("utf-8", "surrogatepass")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
                 f"{path} holds a line that is not an object with a text at '{key}': {line[:60]!r}"
@@ -216,5 +252,7 @@ def _rows(path: Path, group: int, key: str) -> Iterator[bytes]:
         raise ValueError(
             f"{path} has no column '{key}': choose one of {', '.join(file.schema_arrow.names)} with --key."
         )
+    if str(file.schema_arrow.field(key).type) not in ("string", "large_string", "binary", "large_binary"):
+        raise ValueError(f"the column '{key}' of {path} holds no text: choose another with --key.")
     for value in file.read_row_group(group, columns=[key]).column(0).to_pylist():
         yield value.encode() if isinstance(value, str) else value or b""

@@ -18,13 +18,17 @@ import numpy as np
 
 from perceiver_ar import vocabulary
 from perceiver_ar.corpus import SPLITS, Shares, Span, read
-from perceiver_ar.sealed import Damaged, read_sealed, write_sealed, write_whole
+from perceiver_ar.sealed import digest, write_whole
 from perceiver_ar.store import Store, smallest_dtype, write_store
 from perceiver_ar.tasks.base import BOS, EOS
 from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, Words
 from perceiver_ar.windows import Tokens
 from perceiver_ar.workers import Done, Lost, each
 
+FORMAT_VERSION = 1
+"""Of the parts."""
+_LONGEST = 8192
+"""Characters of a line that pieces are learned from; in UTF-8, below sentencepiece's limit."""
 SAMPLE = 20 << 20
 """Bytes of text that pieces of words are learned from, taken from all over the corpus."""
 
@@ -56,35 +60,41 @@ def make_store(
     progress: Callable[[str], Any],
 ) -> Store:
     """Encodes all parts and puts them together."""
-    work = out.with_name(f".{out.name}.parts")
-    _open(work, {"corpus": asdict(corpus), "stamps": _stamps(corpus), "kind": kind, "size": size})
+    about = {
+        "format_version": FORMAT_VERSION,
+        "corpus": asdict(corpus),
+        "stamps": _stamps(corpus),
+        "kind": kind,
+        "size": size,
+        "given": None if given is None else sha256(given).hexdigest(),
+    }
+    work = _open(out.with_name(f".{out.name}.parts"), about)
     words = _vocabulary(corpus, work, kind, size, given, workers, progress)
     missing = [index for index in range(len(corpus.parts)) if not _path(work, index).exists()]
     encode = partial(_encode, corpus, words.save(), kind, work)
     with progress("encoding") as moved:
         _each(encode, missing, corpus, workers, moved)
     store = _join(corpus, work, out, words, kind)
-    shutil.rmtree(work)
+    shutil.rmtree(work.parent)
     return store
 
 
 def _stamps(corpus: Corpus) -> list[list[Any]]:
-    """Size and time of each file: when one changes, all begins anew."""
+    """Size and times of each file: when one changes, all begins anew."""
     paths = sorted({span.path for part in corpus.parts for span in part})
-    return [[path, (stat := Path(path).stat()).st_size, stat.st_mtime_ns] for path in paths]
+    stats = [(path, Path(path).stat()) for path in paths]
+    return [[path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for path, stat in stats]
 
 
-def _open(work: Path, about: dict[str, Any]) -> None:
-    """Keeps parts that were made for the very same store; otherwise begins anew."""
-    plan = work / "plan.json"
-    try:
-        same = read_sealed(plan) == about
-    except Damaged:
-        same = False
-    if not same:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        write_sealed(plan, about)
+def _open(place: Path, about: dict[str, Any]) -> Path:
+    """A folder for the parts of this very store; those of another are removed."""
+    work = place / digest(about)[:16]
+    if place.exists():
+        for other in place.iterdir():
+            if other != work:
+                shutil.rmtree(other, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    return work
 
 
 def _path(work: Path, index: int) -> Path:
@@ -126,10 +136,23 @@ def _sample(corpus: Corpus) -> Iterator[str]:
     for index in range(len(corpus.parts)):
         left = quota
         for stretch in corpus.read(index):
-            if stretch.split == "train" and left > 0:
+            if left <= 0:
+                break
+            if stretch.split == "train":
                 text = stretch.data[:left].decode("utf-8", "ignore")
                 left -= len(stretch.data)
-                yield from (line for line in text.split("\n") if line)
+                yield from (piece for line in text.split("\n") for piece in _short(line))
+
+
+def _short(line: str) -> Iterator[str]:
+    """A line in pieces that sentencepiece takes, cut before a space if there is one."""
+    while len(line) > _LONGEST:
+        cut = line.rfind(" ", 1, _LONGEST)
+        cut = _LONGEST if cut < 0 else cut
+        yield line[:cut]
+        line = line[cut:]
+    if line:
+        yield line
 
 
 def _count(corpus: Corpus, index: int) -> dict[str, int]:
@@ -137,9 +160,7 @@ def _count(corpus: Corpus, index: int) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for stretch in corpus.read(index):
         if stretch.split == "train":
-            lines = vocabulary.read_lines(stretch.data)
-            counts.update(word for line in lines for word in line.split())
-            counts["<eos>"] += len(lines)
+            counts.update(vocabulary.split_words(stretch.data, stretch.final))
     return counts
 
 
@@ -152,9 +173,10 @@ def _encode(corpus: Corpus, content: bytes, kind: Kind, work: Path, index: int) 
     counts = {split: np.zeros(2, dtype=np.int64) for split in SPLITS}
     for stretch in corpus.read(index):
         try:
-            body = words.encode(stretch.data)
+            body = words.encode(stretch.data, stretch.final)
         except ValueError as error:
             raise ValueError(f"{corpus.parts[index][0].path}: {error}") from None
+        assert not len(body) or int(body.max()) < words.size
         counts[stretch.split] += (len(stretch.data), words.count_words(stretch.data, body))
         start, stop = int(stretch.begins), int(stretch.begins) + len(body)
         framed = np.empty(stop + (stretch.final and words.ends), dtype)
@@ -216,6 +238,8 @@ def _join(corpus: Corpus, work: Path, out: Path, words: Vocabulary, kind: Kind) 
             for split in SPLITS:
                 counts[split] += part[f"{split}-counts"]
     held = [split for split in SPLITS if counts[split][0]]
+    if "train" not in held:
+        raise ValueError("there is no text to train on: all of it is empty, or went to other splits.")
     name = FILES.get(kind)
     return write_store(
         out,

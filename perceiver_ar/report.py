@@ -21,7 +21,7 @@ def progress_bar(shown: bool, what: str) -> Generator[Callable[[int, int], None]
 
 def show(report: dict[str, Any], sample: str | None) -> None:
     """Prints the report, and the sample if there is one."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for key, value in report.items():
         if key != "by_position":
             console.print(f"{key:10} {_number(key, value)}")

@@ -33,7 +33,8 @@ class Vocabulary:
     ends = True
     """Whether EOS follows a document."""
 
-    def encode(self, data: bytes) -> Tokens:
+    def encode(self, data: bytes, final: bool = True) -> Tokens:
+        """Tokens of a text; where it is not final, more of it follows."""
         raise NotImplementedError
 
     def spell(self, token: int) -> bytes:
@@ -67,7 +68,7 @@ class Bytes(Vocabulary):
 
     size = 256 + FIRST
 
-    def encode(self, data: bytes) -> Tokens:
+    def encode(self, data: bytes, final: bool = True) -> Tokens:
         return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(FIRST)
 
     def spell(self, token: int) -> bytes:
@@ -97,7 +98,6 @@ class Pieces(Vocabulary):
             need("sentencepiece", "text").SentencePieceProcessor(model_proto=model),
         )
         self.processor.override_normalizer_spec(add_dummy_prefix=False, remove_extra_whitespaces=False)
-        self.changes_text = self.processor.normalize(_TRIAL) != _TRIAL.replace(" ", "\u2581")
         pieces = range(self.processor.get_piece_size())
         self.size = len(pieces) + FIRST
         self.spellings = [self._spelling(piece) for piece in pieces]
@@ -111,19 +111,23 @@ class Pieces(Vocabulary):
             return b""
         return text.replace("\u2581", " ").encode()
 
-    def encode(self, data: bytes) -> Tokens:
+    def encode(self, data: bytes, final: bool = True) -> Tokens:
         ids: list[int] = []
         for index, part in enumerate(_UNSPOKEN.split(data.decode("utf-8", "surrogateescape"))):
             if index % 2:
                 ids += self._as_bytes(part)
-            elif not self.changes_text:
-                ids += self.processor.encode(part)
-            else:
-                for word in re.findall(r"\s*\S+|\s+", part):
-                    found = self.processor.encode(word)
-                    same = b"".join(self.spellings[piece] for piece in found) == word.encode()
-                    ids += found if same else self._as_bytes(word)
+            elif part:
+                ids += self._exactly(part) or [
+                    piece
+                    for word in re.findall(r"\s*\S+|\s+", part)
+                    for piece in self._exactly(word) or self._as_bytes(word)
+                ]
         return np.array(ids, dtype=np.uint32) + np.uint32(FIRST)
+
+    def _exactly(self, text: str) -> list[int] | None:
+        """Pieces that spell the text, which a normalizing model may change."""
+        found: list[int] = self.processor.encode(text)
+        return found if b"".join(map(self.spellings.__getitem__, found)) == text.encode() else None
 
     def _as_bytes(self, text: str) -> list[int]:
         return [self.byte_pieces[byte] for byte in text.encode("utf-8", "surrogateescape")]
@@ -200,13 +204,9 @@ class Words(Vocabulary):
                 kept[word] = counts[word]
         return cls(kept)
 
-    def encode(self, data: bytes) -> Tokens:
-        unknown, end = self.ids["<unk>"], self.ids["<eos>"]
-        found: list[int] = []
-        for line in read_lines(data):
-            found += [self.ids.get(word, unknown) for word in line.split()]
-            found.append(end)
-        return np.array(found, dtype=np.uint32)
+    def encode(self, data: bytes, final: bool = True) -> Tokens:
+        unknown = self.ids["<unk>"]
+        return np.array([self.ids.get(word, unknown) for word in split_words(data, final)], dtype=np.uint32)
 
     def spell(self, token: int) -> bytes:
         if token < FIRST:
@@ -227,10 +227,11 @@ class Words(Vocabulary):
         return cls({word: int(count) for word, count in (line.rsplit(" ", 1) for line in lines)})
 
 
-def read_lines(data: bytes) -> list[str]:
-    """Lines without their ends; a last one that has no end counts."""
+def split_words(data: bytes, final: bool) -> list[str]:
+    """Words, and `<eos>` for the end of each line; the end of a final text ends one too."""
     lines = data.decode("utf-8", "surrogateescape").split("\n")
-    return lines if lines[-1] else lines[:-1]
+    found = [word for line in lines[:-1] for word in (*line.split(), "<eos>")]
+    return found + lines[-1].split() + ["<eos>"] * bool(final and lines[-1])
 
 
 class TokenizerFile(Vocabulary):
@@ -243,14 +244,18 @@ class TokenizerFile(Vocabulary):
             self.tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing more precise
             raise ValueError(f"this is not a tokenizer.json: {_reason(error)}") from None
-        self.size = self.tokenizer.get_vocab_size(with_added_tokens=True) + FIRST
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1 + FIRST
 
-    def encode(self, data: bytes) -> Tokens:
+    def encode(self, data: bytes, final: bool = True) -> Tokens:
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"a tokenizer.json takes UTF-8 only, and there is none: {error}.") from None
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if self.tokenizer.decode(ids, skip_special_tokens=False) != text:
+            raise ValueError("this tokenizer.json changes or loses some of the text")
         return np.array(ids, dtype=np.uint32) + np.uint32(FIRST)
 
     def decode(self, tokens: Tokens) -> bytes:
@@ -279,8 +284,14 @@ def load(kind: Kind, content: bytes) -> Vocabulary:
 
 
 def check_exact(vocabulary: Vocabulary, name: str) -> None:
-    """Refuses a tokenizer that does not give every text back as it was."""
-    if vocabulary.decode(vocabulary.encode(_TRIAL.encode())) != _TRIAL.encode():
+    """Refuses a tokenizer that does not give every text back as it was, whole or in two."""
+    data = _TRIAL.encode()
+    try:
+        parts = [vocabulary.encode(data), vocabulary.encode(data)]
+        exact = vocabulary.decode(np.concatenate(parts)) == 2 * data
+    except ValueError:
+        exact = False
+    if not exact:
         raise ValueError(
             f"{name} changes or loses some text: take one with byte pieces or a byte-level one, or let "
             "--tokenizer make one."

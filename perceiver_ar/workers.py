@@ -1,7 +1,9 @@
 """Work shared out to processes: one that crashes or hangs costs its own item and nothing else."""
 
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -52,8 +54,9 @@ class _Worker:
 
 
 def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
-    """Ends with the parent, whose Ctrl-C is not its own."""
+    """Ends with the parent, even in the middle of an item; whose Ctrl-C is not its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow, daemon=True).start()
     with suppress(EOFError, OSError):
         while True:
             item = pipe.recv()
@@ -61,6 +64,13 @@ def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
                 pipe.send((work(item), None))
             except Exception as error:
                 pipe.send((None, error))
+
+
+def _follow() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def each(

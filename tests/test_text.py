@@ -179,9 +179,11 @@ def test_a_single_document_is_cut_to_the_byte(tmp_path: Path, monkeypatch: pytes
         given_file = {"tokenizer_file": tmp_path / "p.model"} if kind == "unigram" else {}
         store = make(source, tmp_path / kind, validation=0.1, test=0.1, **given_file)
         held = round(len(data) * 0.1)
-        assert texts(store, "train") == [data[: -2 * held]]
-        assert texts(store, "validation") == [data[-2 * held : -held]]
-        assert texts(store, "test") == [data[-held:]]
+        parts = [texts(store, name) for name in ("train", "validation", "test")]
+        if kind == "bytes":
+            assert parts == [[data[: -2 * held]], [data[-2 * held : -held]], [data[-held:]]]
+        assert b"".join(text for part in parts for text in part) == data
+        assert [len(part) for part in parts] == [1, 1, 1]
         assert [store.split(s).read(0)[-1] == EOS for s in store.meta["splits"]] == [False, False, True]
 
 
@@ -223,6 +225,9 @@ def test_a_dataset_of_the_hub_is_read_through_datasets(
     assert asked == [("some/books", "small")]
     assert texts(store, "train") == [b"one", b"two\n"]
     assert texts(store, "test") == [b"three"]
+    with pytest.raises(ValueError, match="has no 'body': choose another --key"):
+        make("some/books", tmp_path / "other", key="body")
+    assert texts(make("other/books", tmp_path / "other"), "train") == [b"one", b"two\n"]  # nothing stale
     with pytest.raises(ValueError, match=r"nor a dataset that can be read: there is no network$"):
         make("missing", tmp_path / "t")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -239,7 +244,15 @@ def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
     lowercase = json.loads(byte_level().save())
     lowercase["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "lower.json").write_text(json.dumps(lowercase))
+    import pyarrow
+    import pyarrow.parquet
+
+    write(tmp_path / "blank", x_jsonl='\n{"text": ""}\n{"text": null}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "ints.parquet")
     for what, options, sentence in (
+        (tmp_path / "blank", {}, "there is no text to train on"),
+        (tmp_path / "ints.parquet", {}, "the column 'text' of .*ints.parquet holds no text"),
+        (source / "x.txt", {"tokenizer": "words", "vocab_size": 4}, "--vocab-size must be at least 5"),
         (source, {}, "y.png is a binary file, not text"),
         (tmp_path / "none.txt", {}, "none.txt does not exist"),
         (tmp_path / "empty", {}, r"holds no files that fit '\*'"),
@@ -272,9 +285,127 @@ def test_a_binary_line_without_an_end_fits_in_memory_by_parts(
 ) -> None:
     monkeypatch.setattr(corpus, "PART", 1000)
     source = write(tmp_path / "a", x_txt="é" * 5000) / "x.txt"
-    parts = corpus.plan(corpus.find_files(source, "*"), corpus.Shares(0, 0))
-    assert max(span.size for part in parts for span in part) <= 1000
+    parts = corpus.plan(corpus.find_files(source, "*"), corpus.Shares(0, 0), to_the_byte=False)
+    assert max(span.size for part in parts for span in part) <= 1003
     assert texts(make(source, tmp_path / "s", validation=0), "train") == ["é".encode() * 5000]
+
+
+def test_words_are_not_cut_nor_lines_ended_where_parts_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "PART", 100)
+    source = write(tmp_path / "a", x_txt="\n".join(["word " * 300, "other " * 50])) / "x.txt"
+    counts = make(source, tmp_path / "s", tokenizer="words", validation=0).meta["splits"]["train"]["counts"]
+    assert counts["words"] == 300 + 50 + 2
+    bytes_ = make(source, tmp_path / "t", validation=0).meta["splits"]["train"]["counts"]
+    assert bytes_["words"] == 350
+    both = make(source, tmp_path / "u", tokenizer="words", validation=0.3)
+    assert sum(split["counts"]["words"] for split in both.meta["splits"].values()) == 300 + 50 + 2
+    tokenizer = {"tokenizer_file": write_vocabulary(tmp_path / "t.json", byte_level())}
+    accents = write(tmp_path / "b", x_txt="é" * 501) / "x.txt"
+    split = make(accents, tmp_path / "v", validation=0.3, **tokenizer)
+    assert b"".join(texts(split, "train") + texts(split, "validation")) == "é".encode() * 501
+
+
+def write_vocabulary(path: Path, words: Vocabulary) -> Path:
+    path.write_bytes(words.save())
+    return path
+
+
+def test_parts_of_another_tokenizer_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from perceiver_ar import preparing
+
+    source = write(tmp_path / "a", x_txt="\n".join(PROSE)) / "x.txt"
+    first, second = (
+        write_vocabulary(tmp_path / f"{name}.model", words)
+        for name, words in (("one", EXACT["unigram"]), ("two", EXACT["bpe"]))
+    )
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preparing, "_join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make(source, tmp_path / "s", validation=0, tokenizer_file=first)
+    assert list((tmp_path / ".s.parts").glob("*/part-*"))
+    store = make(source, tmp_path / "s", validation=0, tokenizer_file=second)
+    assert texts(store, "train") == ["\n".join(PROSE).encode()]
+    assert not (tmp_path / ".s.parts").exists()
+
+
+def test_splits_are_known_by_their_usual_names(tmp_path: Path) -> None:
+    names = {"train-00000-of-00001_jsonl": '"one"', "valid-0_jsonl": '"two"', "test-0_jsonl": '"three"'}
+    store = make(write(tmp_path / "a", **names), tmp_path / "s")
+    assert [texts(store, split) for split in corpus.SPLITS] == [[b"one"], [b"two"], [b"three"]]
+    write(tmp_path / "a", other_txt="four")
+    with pytest.raises(ValueError, match=r"other\.txt belongs to no split"):
+        make(tmp_path / "a", tmp_path / "t")
+    alone = write(tmp_path / "b", **{f"train__{n}_txt": f"text {n}" for n in range(10)})
+    assert len(make(alone, tmp_path / "u", validation=0.2).split("validation")) == 2
+    few = write(tmp_path / "c", train__x_txt="one", dev__x_txt="two", test__x_txt="three")
+    assert set(make(few, tmp_path / "v", validation=0.05, test=0.05).meta["splits"]) == set(corpus.SPLITS)
+
+
+def test_tokenizer_files_that_lose_text_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", x_txt="a <mask> b, over and over. " * 300) / "x.txt"
+    base = json.loads(byte_level().save())
+    cut = base | {
+        "truncation": {"direction": "Right", "max_length": 128, "strategy": "LongestFirst", "stride": 0}
+    }
+    (tmp_path / "cut.json").write_text(json.dumps(cut))
+    store = make(source, tmp_path / "s", validation=0, tokenizer_file=tmp_path / "cut.json")
+    assert texts(store, "train") == [source.read_bytes()]  # the limit is not taken over
+
+    from tokenizers import AddedToken, Tokenizer
+
+    greedy = Tokenizer.from_str(json.dumps(base))
+    greedy.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    (tmp_path / "greedy.json").write_text(greedy.to_str())
+    with pytest.raises(ValueError, match=r"x\.txt: this tokenizer.json changes or loses some of the text"):
+        make(source, tmp_path / "t", tokenizer_file=tmp_path / "greedy.json")
+    holes = json.loads(json.dumps(base))
+    last = max(holes["model"]["vocab"], key=holes["model"]["vocab"].get)
+    holes["model"]["vocab"][last] = 70_000
+    (tmp_path / "holes.json").write_text(json.dumps(holes))
+    store = make(source, tmp_path / "u", validation=0, tokenizer_file=tmp_path / "holes.json")
+    assert store.vocab_size == 70_000 + 1 + 3
+    assert texts(store, "train") == [source.read_bytes()]
+
+
+def test_sentencepiece_with_rules_of_its_own_is_exact_too() -> None:
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(PROSE),
+        model_writer=model,
+        vocab_size=310,
+        byte_fallback=True,
+        normalization_rule_name="nmt_nfkc_cf",
+        minloglevel=2,
+    )
+    words = Pieces(model.getvalue())
+    for text in ("It Was ﬁne, CAPITALS and ①", " two  spaces ", "\r\n"):
+        assert words.decode(words.encode(text.encode())) == text.encode()
+
+
+def test_text_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    from perceiver_ar.report import show
+
+    show({"tokens": 1, "by_position": {}}, "see [/quote] and [red]this")
+    assert "see [/quote] and [red]this" in capsys.readouterr().out
+
+
+def test_long_lines_give_pieces_too(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    words = ("".join(rng.choices("abcdefgh", k=rng.randint(1, 9))) for _ in range(30_000))
+    source = write(tmp_path / "a", x_txt=" ".join(words)) / "x.txt"
+    assert source.stat().st_size > 1 << 17
+    store = make(source, tmp_path / "s", tokenizer="unigram", vocab_size=315, validation=0)
+    assert texts(store, "train") == [source.read_bytes()]
 
 
 def same(a: Path, b: Path) -> bool:
@@ -348,7 +479,10 @@ def test_reports_are_a_byte_and_a_word(tmp_path: Path, kind: Any) -> None:
     counts = store.meta["splits"]["validation"]["counts"]
     total = report["nats"] * report["tokens"]
     assert report["tokens"] == store.meta["splits"]["validation"]["tokens"] - len(documents)  # all but BOS
-    assert report["bits_per_byte"] == pytest.approx(total / math.log(2) / counts["bytes"])
+    if kind == "words":
+        assert "bits_per_byte" not in report
+    else:
+        assert report["bits_per_byte"] == pytest.approx(total / math.log(2) / counts["bytes"])
     assert report["word_perplexity"] == pytest.approx(math.exp(total / counts["words"]))
     assert report["perplexity"] == pytest.approx(math.exp(report["nats"]))
     if kind == "bytes":

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,9 +19,9 @@ from perceiver_ar.corpus import Shares, find_files, plan
 from perceiver_ar.extras import need
 from perceiver_ar.preparing import Corpus, make_store
 from perceiver_ar.report import progress_bar
-from perceiver_ar.sealed import Damaged
+from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
 from perceiver_ar.store import Store
-from perceiver_ar.tasks.base import BOS, EOS, Document, Task
+from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
 from perceiver_ar.vocabulary import FILES, Kind, Vocabulary, check_exact
 from perceiver_ar.windows import Tokens
 
@@ -80,7 +80,7 @@ class TextTask(Task):
     def report(self, nats: float, tokens: int, counts: Mapping[str, int]) -> dict[str, float]:
         """Perplexity a token; where they were counted, bits a byte and perplexity a word."""
         found = {"perplexity": _exp(nats / tokens)}
-        if counts.get("bytes"):
+        if counts.get("bytes") and self.tokenizer != "words":  # which do not give the text back
             found["bits_per_byte"] = nats / math.log(2) / counts["bytes"]
         if counts.get("words"):
             found["word_perplexity"] = _exp(nats / counts["words"])
@@ -131,10 +131,12 @@ def prepare(
     kind, given = _given(tokenizer_file) if tokenizer_file is not None else (tokenizer, None)
     if vocab_size is not None and (given is not None or kind == "bytes"):
         raise ValueError("--vocab-size is for tokenizers that are made here: unigram, bpe or words.")
+    if vocab_size is not None and vocab_size < FIRST + 2:
+        raise ValueError(f"--vocab-size must be at least {FIRST + 2}, but is {vocab_size}.")
     shares = Shares(validation, test)
     files = find_files(_fetch(source, out, key), pattern)
-    corpus = Corpus(plan(files, shares), key, shares)
-    size = vocab_size or (32_000 if kind in ("unigram", "bpe") else None)
+    corpus = Corpus(plan(files, shares, to_the_byte=kind == "bytes"), key, shares)
+    size = 32_000 if vocab_size is None and kind in ("unigram", "bpe") else vocab_size
     store = make_store(corpus, out, kind, size, given, workers or os.cpu_count() or 1, _bar)
     shutil.rmtree(_spool(out), ignore_errors=True)
     return store
@@ -159,8 +161,9 @@ def _given(path: Path) -> tuple[Kind, bytes]:
 
 def _fetch(source: str, out: Path, key: str) -> Path:
     """Where the text lies; standard input and datasets are first written beside the store."""
-    if source != "-" and (Path(source).exists() or source.startswith((".", "/", "~")) or Path(source).suffix):
-        return Path(source)
+    path = Path(source)
+    if source != "-" and (path.exists() or source.startswith((".", "/", "~")) or path.suffix in _SUFFIXES):
+        return path
     spool = _spool(out)
     spool.mkdir(parents=True, exist_ok=True)
     if source == "-":
@@ -171,6 +174,10 @@ def _fetch(source: str, out: Path, key: str) -> Path:
     return spool
 
 
+_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".xz", ".zip", ".md", ".tokens", ".csv")
+"""What has one of these is meant as a file, not as a dataset."""
+
+
 def _spool(out: Path) -> Path:
     return out.with_name(f".{out.name}.source")
 
@@ -178,20 +185,28 @@ def _spool(out: Path) -> Path:
 def _download(name: str, spool: Path, key: str) -> None:
     """The splits of a dataset as .jsonl files; those that are there already stay."""
     datasets = need("datasets", "text")
+    about = {"name": name, "key": key}
+    if not (spool / ".about.json").exists() or read_sealed(spool / ".about.json") != about:
+        shutil.rmtree(spool)
+        spool.mkdir()
+        write_sealed(spool / ".about.json", about)
     try:
-        splits = datasets.load_dataset(*name.split(":"), streaming=True)
+        _write_splits(datasets.load_dataset(*name.split(":"), streaming=True), spool, key)
+    except KeyError as error:
+        raise ValueError(f"{name} has no {error}: choose another --key.") from None
     except Exception as error:  # of the network, of the hub, of the dataset's own code
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{name} is no file or folder here, nor a dataset that can be read: {reason}"
         ) from None
+
+
+def _write_splits(splits: Mapping[str, Iterable[Mapping[str, str]]], spool: Path, key: str) -> None:
     for split, rows in splits.items():
         path = spool / f"{split}.jsonl"
         if not path.exists():
             beside = path.with_suffix(".partial")
             with beside.open("w") as file:
                 for row in rows:
-                    if key not in row:
-                        raise ValueError(f"{name} has no '{key}': choose one of {', '.join(row)} with --key.")
                     file.write(json.dumps(row[key]) + "\n")
             beside.rename(path)
