@@ -50,12 +50,12 @@ class MusicTask(Task):
         return tokens
 
     def read(self, path: Path) -> Document:
-        tokens = _stored(encode_midi(path))
+        tokens = _stored(_events(path))
         return Document(tokens, 1, len(tokens))
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
         """Of a MIDI file, perhaps only the first seconds."""
-        events = encode_midi(path)
+        events = _events(path)
         if keep is not None:
             steps = np.cumsum(np.where(_is_shift(events), events.astype(np.int64) - SHIFT + 1, 0))
             events = events[steps <= keep * STEPS]
@@ -70,6 +70,16 @@ class MusicTask(Task):
 
     def save(self, tokens: Tokens, path: Path) -> None:
         WRITERS[path.suffix](midi.decode(tokens[tokens >= FIRST] - FIRST), path)
+
+
+def _events(path: Path) -> Tokens:
+    """Of one file, in a process of its own: the reader of MIDI crashes on some that are damaged."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist.")
+    (done,) = each(encode_midi, [path], workers=1, seconds=60)
+    if done.error is not None:
+        raise ValueError(f"{path} cannot be used: {done.error}")
+    return done.value
 
 
 def _stored(events: Tokens) -> Tokens:
