@@ -534,8 +534,8 @@ def test_crops_show_every_target_about_as_often() -> None:
         def read(self, index: int, start: int, end: int) -> np.ndarray:
             return store[start:end]
 
-    crops = Crops(OneDocument(), 128, TokensTask())
-    for latents in (16, 64, 1024):
+    for context, latents in ((128, 16), (128, 64), (128, 128), (1024, 1024)):
+        crops = Crops(OneDocument(), context, TokensTask())
         seen = np.zeros(len(store))
         for step in range(40):
             for window in crops.windows(0, step, 100, latents):
