@@ -195,7 +195,7 @@ def forget(model: PerceiverAR, cache: Cache, keep: int) -> Cache:
 
 def check_forgetting(model: PerceiverAR) -> None:
     """Refuses where a model could not tell what a position beyond its context means."""
-    if model.config.positions not in ("rotary", "none"):
+    if not model.config.has_no_end:
         raise ValueError(
             f"a model with {model.config.positions} positions cannot go beyond its context of "
             f"{model.config.context} inputs: ask for fewer tokens or give a shorter prompt."

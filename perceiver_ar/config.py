@@ -134,6 +134,11 @@ class ModelConfig(Config):
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 
+    @property
+    def has_no_end(self) -> bool:
+        """Whether positions mean something beyond the context."""
+        return self.positions in ("rotary", "none")
+
     def check_latents(self, latents: int | None) -> int:
         """How many latents a call uses: as asked, if that can be; by default as many as in training."""
         most = self.latents if self.queries == "learned" else self.context

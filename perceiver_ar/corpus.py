@@ -108,11 +108,18 @@ def named_split(name: str) -> str | None:
     )
 
 
+def splits_of(files: Sequence[Path], source: Path, shares: Shares) -> list[str]:
+    """The split of each file below a folder: that its folder or own name says, or drawn."""
+    given = [named_split(path.relative_to(source).parts[0]) for path in files]
+    drawn = draw_splits(len(files), shares) if None in given else [""] * len(files)
+    return [named or split for named, split in zip(given, drawn, strict=True)]
+
+
 def _below(place: Path, pattern: str) -> list[Path]:
     if place.is_file():
         return [place] if place.match(pattern) else []
-    hidden = (p for p in sorted(place.rglob(pattern)) if p.is_file())
-    return [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(place).parts)]
+    files = (p for p in sorted(place.rglob(pattern)) if p.is_file())
+    return [p for p in files if not any(part.startswith(".") for part in p.relative_to(place).parts)]
 
 
 def plan(files: dict[str | None, list[Path]], shares: Shares, to_the_byte: bool) -> list[list[Span]]:

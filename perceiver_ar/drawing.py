@@ -62,7 +62,7 @@ def draw(
 def _count(model: PerceiverAR, task: Task, prompt: Tokens) -> int:
     """As many as the task likes, and the model can."""
     count, config = task.count(prompt), model.config
-    if config.positions in ("rotary", "none"):
+    if config.has_no_end:
         return count
     return max(1, min(count, config.context - len(prompt) + 1))
 

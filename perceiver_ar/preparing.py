@@ -124,8 +124,9 @@ def _vocabulary(
             )
         made: Vocabulary = Words.choose(counts, size)
     else:
+        assert size is not None
         with progress(f"learning {size:,} pieces"):
-            made = Pieces.train(_sample(corpus), kind, size or 32_000)
+            made = Pieces.train(_sample(corpus), kind, size)
     write_whole(path, made.save())
     return made
 

@@ -1,6 +1,8 @@
-"""What a person sees of an evaluation: a bar while it runs, tables, and a picture."""
+"""What a person sees: a bar while work is done, files that were skipped, tables, and a picture."""
 
-from collections.abc import Callable, Generator
+import os
+import sys
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from perceiver_ar.workers import each
 
 
 @contextmanager
@@ -17,6 +21,24 @@ def progress_bar(shown: bool, what: str) -> Generator[Callable[[int, int], None]
     with Progress(console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
         task = progress.add_task(what)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)
+
+
+def readable(
+    read: Callable[[Path], Any], files: Collection[Path], workers: int | None
+) -> Iterator[tuple[Path, Any]]:
+    """Each file with what was read of it, in any order; those that cannot be read are named and counted."""
+    skipped = 0
+    with progress_bar(True, "reading") as moved:
+        results = each(read, files, workers or os.cpu_count() or 1, seconds=60)
+        for done, (path, value, error) in enumerate(results, 1):
+            if error is None:
+                yield path, value
+            else:
+                skipped += 1
+                print(f"skipped {path}: {error}", file=sys.stderr)
+            moved(done, len(files))
+    if skipped:
+        print(f"{skipped} of {len(files)} files were skipped.", file=sys.stderr)
 
 
 def show(report: dict[str, Any], sample: str | None) -> None:

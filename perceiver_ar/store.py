@@ -108,6 +108,12 @@ def smallest_dtype(vocab_size: int) -> str:
     return next(name for name in ("uint8", "uint16", "uint32") if vocab_size <= np.iinfo(name).max + 1)
 
 
+def check_new(folder: Path) -> None:
+    """Refuses to write over anything, before any work is done."""
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: choose another --out, or remove it.")
+
+
 def write_store(
     folder: str | Path,
     splits: Mapping[str, Iterable[Tokens | Iterator[Tokens]]],
@@ -124,8 +130,7 @@ def write_store(
     vocabulary. counts: what else is known of each split, such as its words.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise ValueError(f"{folder} exists already: choose another --out, or remove it.")
+    check_new(folder)
     beside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     dtype = smallest_dtype(vocab_size)

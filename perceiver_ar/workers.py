@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -90,14 +91,13 @@ def each(
             for worker in [w for w in crew if w.pipe in ready or w.deadline <= time.monotonic()]:
                 done = worker.result()
                 crew.remove(worker)
-                if isinstance(done.error, Lost):
+                more = list(islice(waiting, 1))
+                if isinstance(done.error, Lost) or not more:
                     worker.stop()
-                    worker = _Worker(work)
-                try:
-                    worker.give(next(waiting), seconds)
+                    worker = _Worker(work) if more else worker
+                for item in more:
+                    worker.give(item, seconds)
                     crew.append(worker)
-                except StopIteration:
-                    worker.stop()
                 yield done
     finally:
         for worker in crew:

@@ -106,10 +106,13 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     np.save(tmp_path / "floats.npy", np.zeros((2, 8, 8, 3)))
     (tmp_path / "x.txt").write_text("no archive")
+    np.savez(tmp_path / "cut.npz", data=np.zeros((2, 192), np.uint8))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:100])
     for source, sentence in (
         ("none", "none does not exist"),
         ("empty", "holds no pictures"),
         ("floats.npy", r"holds float64 of shape \(2, 8, 8, 3\), not uint8"),
+        ("cut.npz", "cut.npz is not an array of numbers"),
         ("x.txt", "neither a folder, an array nor an archive"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -199,6 +199,10 @@ def test_pieces_are_filtered_and_split_by_the_maestro_table(tmp_path: Path) -> N
         "validation": 1,
         "test": 1,
     }
+    (source / "maestro-v3.0.0.csv").write_text("name,part\n0.mid,train\n")
+    wrong = run("prepare", "music", str(source), "--out", str(tmp_path / "t"))
+    assert wrong.returncode == 2
+    assert "is not MAESTRO's table" in wrong.stderr
     nothing = run("prepare", "music", str(tmp_path / "s"), "--out", str(tmp_path / "t"))
     assert nothing.returncode == 2
     assert "holds no .mid or .midi files" in nothing.stderr

@@ -1,9 +1,7 @@
 """Images: the bytes of square RGB pictures, in one of two orders, with their row, column and colour."""
 
 import math
-import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar.config import ModelConfig
-from perceiver_ar.corpus import SPLITS, Shares, draw_splits
+from perceiver_ar.corpus import SPLITS, Shares, draw_splits, named_split, splits_of
 from perceiver_ar.extras import need
-from perceiver_ar.report import progress_bar
-from perceiver_ar.store import Store, write_store
+from perceiver_ar.report import readable
+from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
-from perceiver_ar.workers import each
 
 Order = Literal["raster", "rgb"]
 Pixels = NDArray[np.uint8]
@@ -148,8 +145,7 @@ def prepare(
         test: The same for the test.
         workers: Processes. Default: as many as there are cores.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists already: choose another --out, or remove it.")
+    check_new(out)
     task, shares = ImageTask(size, order), Shares(validation, test)
     unpacked = out.with_name(f".{out.name}.source")
     source = _unpack(source, unpacked)
@@ -159,7 +155,7 @@ def prepare(
     if arrays:
         splits = _from_arrays(arrays, task, source, shares)
     else:
-        splits = _from_pictures(source, task, shares, workers or os.cpu_count() or 1, unpacked)
+        splits = _from_pictures(source, task, shares, workers, unpacked)
     store = write_store(out, splits, 256 + FIRST, "image", task.to_dict())
     shutil.rmtree(unpacked, ignore_errors=True)
     return store
@@ -176,21 +172,15 @@ def _unpack(source: Path, unpacked: Path) -> Path:
             shutil.unpack_archive(source, unpacked)
         else:
             shutil.unpack_archive(source, unpacked, filter="data")
-    except (shutil.ReadError, OSError, EOFError) as error:
+    except Exception as error:  # of every kind, on damaged archives
         raise ValueError(
             f"{source} is neither a folder, an array nor an archive that can be read: {error}"
         ) from None
     return unpacked
 
 
-def _given(path: Path, source: Path) -> str | None:
-    """The split that a folder or a file's name says."""
-    names = (*path.relative_to(source).parts[:1], path.stem) if source.is_dir() else ()
-    return next((split for split in SPLITS for name in names if name == split), None)
-
-
 def _from_pictures(
-    source: Path, task: ImageTask, shares: Shares, workers: int, scratch: Path
+    source: Path, task: ImageTask, shares: Shares, workers: int | None, scratch: Path
 ) -> dict[str, Iterator[Tokens]]:
     """Read on all cores into one array on disk; what cannot be read is named and left out."""
     files = sorted(p for p in source.rglob("*") if p.suffix.lower() in PICTURES)
@@ -199,26 +189,17 @@ def _from_pictures(
     scratch.mkdir(parents=True, exist_ok=True)
     shape = (len(files), task.size, task.size, 3)
     pixels: Any = np.lib.format.open_memmap(scratch / "pixels.npy", "w+", np.uint8, shape)
-    splits: list[str | None] = [_given(path, source) for path in files]
-    if None in splits:
-        drawn = draw_splits(len(files), shares)
-        splits = [given or split for given, split in zip(splits, drawn, strict=True)]
     numbers = {path: index for index, path in enumerate(files)}
-    done = skipped = 0
-    with progress_bar(True, "reading") as moved:
-        for path, picture, error in each(partial(read_picture, task.size), files, workers, seconds=60):
-            if error is None:
-                pixels[numbers[path]] = picture
-            else:
-                splits[numbers[path]] = None
-                skipped += 1
-                print(f"skipped {path}: {error}", file=sys.stderr)
-            moved(done := done + 1, len(files))
-    if skipped:
-        print(f"{skipped} of {len(files)} files were skipped.", file=sys.stderr)
-    if skipped == len(files):
+    named: dict[str, list[tuple[Any, int]]] = {split: [] for split in SPLITS}
+    splits = splits_of(files, source, shares)
+    for path, picture in readable(partial(read_picture, task.size), files, workers):
+        pixels[numbers[path]] = picture
+        named[splits[numbers[path]]].append((pixels, numbers[path]))
+    if not any(named.values()):
         raise ValueError(f"{source} holds no picture that can be read.")
-    return _encoded(task, {s: [(pixels, i) for i, x in enumerate(splits) if x == s] for s in SPLITS})
+    return _encoded(
+        task, {split: sorted(images, key=lambda image: image[1]) for split, images in named.items()}
+    )
 
 
 def _encoded(task: ImageTask, chosen: dict[str, list[tuple[Any, int]]]) -> dict[str, Iterator[Tokens]]:
@@ -237,7 +218,7 @@ def _from_arrays(
     drawn = iter(draw_splits(sum(len(array) for _, array in images), shares))
     splits: dict[str, list[tuple[Any, int]]] = {name: [] for name in SPLITS}
     for path, array in images:
-        given = _given(path, source)
+        given = named_split(path.relative_to(source).parts[0]) if source.is_dir() else None
         for index in range(len(array)):
             split = next(drawn)
             splits[given or split].append((array, index))
@@ -248,7 +229,7 @@ def _load(path: Path, size: int) -> Any:
     """Images (N, size, size, 3) of an array file."""
     try:
         opened: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # of every kind, on damaged files
         raise ValueError(f"{path} is not an array of numbers that can be read: {error}") from None
     array = opened if path.suffix == ".npy" else opened["data" if "data" in opened else opened.files[0]]
     if array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == 3 * size**2:

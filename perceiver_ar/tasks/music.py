@@ -1,8 +1,6 @@
 """Symbolic music: MIDI files as performance events."""
 
 import csv
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar import midi
-from perceiver_ar.corpus import SPLITS, Shares, draw_splits
+from perceiver_ar.corpus import SPLITS, Shares, splits_of
 from perceiver_ar.midi import EVENTS, NOTE_OFF, SHIFT, STEPS, VELOCITY, encode_midi
-from perceiver_ar.report import progress_bar
-from perceiver_ar.store import Store, write_store
+from perceiver_ar.report import readable
+from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
 from perceiver_ar.workers import each
@@ -136,21 +134,13 @@ def prepare(
         max_events: Longer pieces are left out.
         workers: Processes. Default: as many as there are cores.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists already: choose another --out, or remove it.")
+    check_new(out)
     splits = _splits(source, Shares(validation, test))
-    pieces, skipped = {}, []
-    with progress_bar(True, "encoding") as moved:
-        for path, events, error in each(encode_midi, splits, workers or os.cpu_count() or 1, seconds=60):
-            if error is not None:
-                skipped.append(f"{path}: {error}")
-            elif min_events <= len(events) and (max_events is None or len(events) <= max_events):
-                pieces[path] = _stored(events)
-            moved(len(pieces) + len(skipped), len(splits))
-    for sentence in skipped:
-        print(f"skipped {sentence}", file=sys.stderr)
-    if skipped:
-        print(f"{len(skipped)} of {len(splits)} files were skipped.", file=sys.stderr)
+    pieces = {
+        path: _stored(events)
+        for path, events in readable(encode_midi, splits, workers)
+        if min_events <= len(events) and (max_events is None or len(events) <= max_events)
+    }
     if not pieces:
         raise ValueError(f"{source} holds no piece that can be used.")
     named = {name: [pieces[p] for p in splits if splits[p] == name and p in pieces] for name in SPLITS}
@@ -164,14 +154,14 @@ def _splits(source: Path, shares: Shares) -> dict[Path, str]:
     tables = sorted(source.glob("maestro*.csv"))
     if tables:
         with tables[0].open(newline="", encoding="utf-8") as file:
-            rows = [(source / row["midi_filename"], row["split"]) for row in csv.DictReader(file)]
-        found = {path: split for path, split in rows if path.exists()}
+            rows = list(csv.DictReader(file))
+        if not rows or not {"midi_filename", "split"} <= rows[0].keys():
+            raise ValueError(f"{tables[0]} is not MAESTRO's table: it has no midi_filename and split.")
+        listed = {source / row["midi_filename"]: row["split"] for row in rows}
+        found = {path: split for path, split in listed.items() if path.exists()}
     else:
         files = sorted(p for p in source.rglob("*") if p.suffix.lower() in (".mid", ".midi"))
-        top = [p.relative_to(source).parts[0] for p in files]
-        given = "train" in top
-        drawn = top if given else draw_splits(len(files), shares)
-        found = {path: split for path, split in zip(files, drawn, strict=True) if split in SPLITS}
+        found = dict(zip(files, splits_of(files, source, shares), strict=True))
     if not found:
         raise ValueError(f"{source} holds no .mid or .midi files.")
     return found

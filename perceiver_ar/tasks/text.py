@@ -20,7 +20,7 @@ from perceiver_ar.extras import need
 from perceiver_ar.preparing import Corpus, make_store
 from perceiver_ar.report import progress_bar
 from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
-from perceiver_ar.store import Store
+from perceiver_ar.store import Store, check_new
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
 from perceiver_ar.vocabulary import FILES, Kind, Vocabulary, check_exact
 from perceiver_ar.windows import Tokens
@@ -126,8 +126,7 @@ def prepare(
         key: Name of the text in .jsonl objects, .parquet files and datasets.
         workers: Processes. Default: as many as there are cores.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists already: choose another --out, or remove it.")
+    check_new(out)
     kind, given = _given(tokenizer_file) if tokenizer_file is not None else (tokenizer, None)
     if vocab_size is not None and (given is not None or kind == "bytes"):
         raise ValueError("--vocab-size is for tokenizers that are made here: unigram, bpe or words.")
