@@ -2,7 +2,7 @@
 
 The cross-attend's keys and values depend on a token and its position alone, so they are computed
 once for each input and kept. The self-attends' are kept for up to N latents; the next token then
-makes N / 2 fresh latents over the same inputs (section 3.3). Every step equals the last row of a
+makes N / 2 fresh latents over the same inputs (appendix E). Every step equals the last row of a
 plain forward over the same inputs with as many latents.
 
 Letters: B batch, P prompt, M inputs that are kept, N latents that are kept, T a few inputs, H heads,
