@@ -171,10 +171,12 @@ def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool) -> BlockMask:
     """The blocks that each block of queries reads: first those wholly open, then those to check."""
     queries, keys = q.shape[2], k.shape[2]
     before, always = keys - queries, keys - visible.shape[1]
+    # Numbers that change between compiled calls cannot be in the kernel, but tensors can.
+    skipped, shown_to_all = (torch.full((), x, device=q.device) for x in (before, always))
 
     def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        standing = i + before
-        shown = (j < always) | visible[b, (j - always).clamp(min=0)]
+        standing = i + skipped
+        shown = (j < shown_to_all) | visible[b, (j - shown_to_all).clamp(min=0)]
         return (j <= standing) & (shown | (j == standing) if own else shown)
 
     rows, columns = math.ceil(queries / _BLOCK), math.ceil(keys / _BLOCK)

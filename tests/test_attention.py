@@ -98,6 +98,18 @@ def test_cuda_kernels_equal_the_reference_with_gradients(shape: tuple[int, int, 
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
 
 
+@pytest.mark.gpu
+def test_compiled_kernels_follow_changing_shapes() -> None:
+    # Padded batches of a store: other lengths, and other numbers of keys that may be hidden, at each step.
+    compiled = torch.compile(lambda q, k, v, visible, own: attend(q, k, v, visible, own))
+    for queries, keys, width in ((256, 1024, 512), (256, 1000, 300), (200, 900, 900), (130, 777, 400)):
+        visible = torch.rand(2, width, device="cuda") > 0.3
+        for own in (False, True):
+            inputs = draw((2, 2, queries, keys, 32), torch.bfloat16, "cuda")
+            errors = differences(compiled, inputs, visible, own)
+            assert all(error < 0.06 for error in errors), (queries, keys, width, own, errors)
+
+
 def test_the_reference_is_right_aligned_and_sees_its_own_key() -> None:
     q, k = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 4, 1)
     v = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(1, 1, 4, 1)

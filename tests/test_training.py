@@ -563,6 +563,24 @@ def test_the_curriculum_grows_and_is_resumed(tmp_path: Path, monkeypatch: pytest
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
+def test_places_of_a_copy_lie_in_rows_and_columns(tmp_path: Path) -> None:
+    task = CopyTask(length=16, columns=5)
+    places = task.positions(np.arange(16))
+    assert places[[0, 4, 5, 15]].tolist() == [[0, 0], [0, 4], [1, 0], [3, 0]]
+    # 5 divides 16 - 1, so rows and columns are mirrored each for themselves.
+    assert (places[:15] + places[14::-1] == [2, 4]).all()
+    axial = replace(small().model, positions="axial", axes=(4, 5))
+    experiment = replace(small(evaluate_every=6), model=axial, options={"length": 16, "columns": 5})
+    train(experiment, out=tmp_path / "run", show=False)
+    for columns, model, words in (
+        (5, small().model, "need --model.positions axial --model.axes 4 5 or more"),
+        (4, replace(axial, axes=(3, 5)), "--model.axes 4 4 or more"),
+        (0, axial, "set --task.columns"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CopyTask(length=16, columns=columns).check(model)
+
+
 def test_a_store_is_trained_on_and_its_vocabulary_taken(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

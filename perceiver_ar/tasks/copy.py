@@ -3,6 +3,7 @@
 BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is scored.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -36,13 +37,17 @@ class CopyTask(Task):
     """Nats of a step at which they double: with fewer, more is learned while windows are cheap."""
     sequences: int = 12
     """Sequences of the validation split."""
+    columns: int = 0
+    """Number places by row and column, with so many columns, for axial positions. 0: one after another."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.length < 4 or self.length % 2:
             raise ValueError(f"a copy task's length must be an even number from 4, but is {self.length}.")
-        if self.first_half < 1 or self.sequences < 1:
-            raise ValueError("first_half and sequences of a copy task must be at least 1.")
+        if self.first_half < 1 or self.sequences < 1 or self.columns < 0:
+            raise ValueError(
+                "first_half and sequences of a copy task must be at least 1, columns at least 0."
+            )
 
     def check(self, model: ModelConfig) -> None:
         if self.length > model.context:
@@ -50,9 +55,18 @@ class CopyTask(Task):
                 f"a copy of {self.length} tokens is longer than the context of {model.context}: "
                 "set --model.context."
             )
+        if self.columns:
+            rows = math.ceil(self.length / self.columns)
+            if len(model.axes) != 2 or model.axes[0] < rows or model.axes[1] < self.columns:
+                raise ValueError(
+                    f"{self.length} tokens in {self.columns} columns need --model.positions axial "
+                    f"--model.axes {rows} {self.columns} or more."
+                )
+        elif model.axes:
+            raise ValueError("axial positions of a copy are rows and columns: set --task.columns.")
 
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        return places[..., None]
+        return np.stack(divmod(places, self.columns), -1) if self.columns else places[..., None]
 
     def examples(self) -> "CopyExamples":
         return CopyExamples(self)
