@@ -1,5 +1,6 @@
 """Generation: cached equals uncached, draws follow the probabilities, rows do not mind each other."""
 
+import copy
 import gc
 import json
 import subprocess
@@ -499,3 +500,21 @@ def test_a_captured_step_equals_a_plain_forward_on_the_gpu(compiled: bool, padde
     slow, slow_scores = generate(model, prompt, cache=False, **settings)
     assert fast.equal(slow)
     torch.testing.assert_close(fast_scores, slow_scores, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("device", "compiled"),
+    [
+        ("cpu", None),
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+    ],
+)
+def test_what_is_drawn_in_bf16_is_as_likely_as_it_is_said_to_be(device: str, compiled: bool | None) -> None:
+    model = make(context=1024, latents=256, channels=128, heads=2, layers=4).to(device)
+    rough = copy.deepcopy(model).bfloat16()
+    drawn, said = generate(rough, torch.randint(V, (2, 15)), 240, log_probs=True, compile=compiled)
+    with torch.no_grad():
+        nats = model.nats(drawn[:, :-1], targets=drawn[:, 1:])[:, 14:]
+    assert nats.mean() > 1
+    assert (said + nats).abs().mean() < 0.1
