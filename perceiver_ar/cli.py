@@ -50,7 +50,7 @@ def prepare(task: Annotated[str, tyro.conf.Positional]) -> None:
 def prepare_task(arguments: list[str]) -> None:
     """The settings are those of the task's own function."""
     if not arguments or arguments[0].startswith("-"):
-        print("usage: perceiver-ar prepare text|image|music|tokens SOURCE --out DIR")
+        print("usage: perceiver-ar prepare text|image|music|audio|tokens SOURCE --out DIR")
         print("`perceiver-ar prepare text --help` lists all settings.")
         sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
     from perceiver_ar import tasks

@@ -5,8 +5,6 @@ A .txt file, or any other that is not binary, is one document; a .jsonl file hol
 """
 
 import json
-import random
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,33 +13,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from perceiver_ar.extras import need
+from perceiver_ar.splits import SPLITS, Shares, draw_splits, named_split
 
 PART = 8 << 20
 """Bytes of text that are worked on at a time."""
 _NEAR = 1 << 16
 """Bytes in which the end of a line is looked for."""
-SPLITS = ("train", "validation", "test")
-_NAMED = re.compile(r"(train|validation|valid|val|dev|test)([-._].*)?", re.IGNORECASE)
-"""Names of folders and files that say which split they hold."""
 _LINES = (".jsonl", ".ndjson")
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Of the documents that go to other splits than train."""
-
-    validation: float
-    test: float
-
-    def __post_init__(self) -> None:
-        if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
-            raise ValueError("the shares of validation and test must be at least 0 and together below 1.")
-
-    def split(self, place: float) -> str:
-        """Of a place between 0 and 1."""
-        if place < 1 - self.validation - self.test:
-            return "train"
-        return "validation" if place < 1 - self.test else "test"
 
 
 @dataclass(frozen=True)
@@ -98,23 +76,6 @@ def find_files(source: Path, pattern: str) -> dict[str | None, list[Path]]:
     return found
 
 
-def named_split(name: str) -> str | None:
-    """The split that a folder or file is named after."""
-    found = _NAMED.fullmatch(name)
-    if found is None:
-        return None
-    return {"valid": "validation", "val": "validation", "dev": "validation"}.get(
-        found[1].lower(), found[1].lower()
-    )
-
-
-def splits_of(files: Sequence[Path], source: Path, shares: Shares) -> list[str]:
-    """The split of each file below a folder: that its folder or own name says, or drawn."""
-    given = [named_split(path.relative_to(source).parts[0]) for path in files]
-    drawn = draw_splits(len(files), shares) if None in given else [""] * len(files)
-    return [named or split for named, split in zip(given, drawn, strict=True)]
-
-
 def _below(place: Path, pattern: str) -> list[Path]:
     if place.is_file():
         return [place] if place.match(pattern) else []
@@ -153,17 +114,6 @@ def _spans(split: str | None, paths: list[Path], shares: Shares, to_the_byte: bo
             yield from _divide(path, size, shares, to_the_byte)
         elif size:
             yield from _text(path, 0, size, split or drawn[path], final=True)
-
-
-def draw_splits(count: int, shares: Shares) -> list[str]:
-    """A split for each of so many documents, at least one for each that has a share."""
-    tests = max(1, round(count * shares.test)) if shares.test else 0
-    others = max(1, round(count * shares.validation)) if shares.validation else 0
-    splits = ["test"] * tests + ["validation"] * others + ["train"] * max(0, count - tests - others)
-    random.Random(0).shuffle(splits)
-    if count > 1 and "train" not in splits:
-        raise ValueError(f"{count} documents are too few to divide: lower --validation and --test.")
-    return splits[:count]
 
 
 def _divide(path: Path, size: int, shares: Shares, to_the_byte: bool) -> Iterator[Span]:

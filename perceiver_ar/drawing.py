@@ -12,7 +12,7 @@ import torch
 from perceiver_ar.generation import stream
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.report import progress_bar
-from perceiver_ar.tasks.base import BOS, EOS, PAD, Task
+from perceiver_ar.tasks.base import EOS, PAD, Task
 from perceiver_ar.windows import Tokens
 
 
@@ -82,14 +82,12 @@ def _tokens(
 ) -> Iterator[Tokens]:
     """One token of each sample after the other, (samples,); PAD where a sample has ended."""
     positions = task.positions(np.arange(len(prompt) + count)[None])
-    allowed = torch.ones(model.config.vocab_size, dtype=torch.bool)
-    allowed[[PAD, BOS] if task.ends else [PAD, BOS, EOS]] = False
     drawing = stream(
         model,
         torch.from_numpy(prompt).long().expand(samples, -1),
         count,
         positions=None if positions is None else torch.from_numpy(positions),
-        allowed=lambda t: allowed,
+        allowed=lambda t: task.allowed(len(prompt) + t, model.config.vocab_size),
         stop=EOS if task.ends else None,
         **settings,
     )

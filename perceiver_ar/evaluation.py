@@ -84,7 +84,9 @@ def evaluate(
             progress(totals.tokens, wanted)
     if not totals.tokens:
         raise ValueError("there is nothing to evaluate: the documents hold no token that is scored.")
-    return totals.report(task, getattr(documents, "counts", {}))
+    config: Any = model.config
+    reach = task.reach(config.context if context is None else context)
+    return totals.report(task, getattr(documents, "counts", {})) | reach
 
 
 def score(

@@ -4,7 +4,6 @@
 sustain pedal holds ends when the pedal lifts or the same pitch is struck again.
 """
 
-import wave
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from perceiver_ar import sound
 from perceiver_ar.extras import need
 from perceiver_ar.windows import Tokens
 
@@ -211,13 +211,8 @@ def write_wav(notes: Notes, path: Path, rate: int = 44_100) -> None:
     symusic, home = need("symusic", "music"), need("pretty_midi", "music").__file__
     synthesizer = symusic.Synthesizer(str(Path(home).parent / "TimGM6mb.sf2"), rate)
     # (2, samples); without a note, a second of silence
-    sound = np.asarray(synthesizer.render(to_score(notes), True)) if len(notes) else np.zeros((2, rate))
-    sound = sound / max(1.0, float(np.abs(sound).max()))
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(2)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes((sound.T * 32_767).astype("<i2").tobytes())
+    played: Any = synthesizer.render(to_score(notes), True) if len(notes) else np.zeros((2, rate))
+    sound.write_wav(np.asarray(played).T, rate, path)
 
 
 def write_roll(notes: Notes, path: Path) -> None:

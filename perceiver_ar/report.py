@@ -24,12 +24,12 @@ def progress_bar(shown: bool, what: str) -> Generator[Callable[[int, int], None]
 
 
 def readable(
-    read: Callable[[Path], Any], files: Collection[Path], workers: int | None
+    read: Callable[[Path], Any], files: Collection[Path], workers: int | None, seconds: float = 60
 ) -> Iterator[tuple[Path, Any]]:
     """Each file with what was read of it, in any order; those that cannot be read are named and counted."""
     skipped = 0
     with progress_bar(True, "reading") as moved:
-        results = each(read, files, workers or os.cpu_count() or 1, seconds=60)
+        results = each(read, files, workers or os.cpu_count() or 1, seconds)
         for done, (path, value, error) in enumerate(results, 1):
             if error is None:
                 yield path, value

@@ -1,22 +1,27 @@
-"""Damaged MIDI, PNG and JPEG files: `python -m tests.mutants 6000` reads so many, and counts what happens."""
+"""Damaged files: `python -m tests.mutants 6000 .mid .png .jpg` reads so many, and counts what happens."""
 
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from perceiver_ar.midi import Notes, encode_midi, write_midi
+from perceiver_ar.sound import SOUNDS, read_sound
 from perceiver_ar.tasks.image import read_picture
 from perceiver_ar.workers import each
 
 
-def originals(folder: Path) -> list[Path]:
+KINDS = (".mid", ".png", ".jpg", ".wav", ".flac", ".ogg", ".mp3")
+
+
+def originals(folder: Path) -> None:
     """One of each kind, made here."""
+    import soundfile
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -26,14 +31,17 @@ def originals(folder: Path) -> list[Path]:
     picture = Image.fromarray(rng.integers(0, 256, (48, 40, 3), dtype=np.uint8))
     picture.save(folder / "a.png")
     picture.save(folder / "a.jpg")
-    return [folder / "a.mid", folder / "a.png", folder / "a.jpg"]
+    tone = np.sin(np.arange(22_050)[:, None] / (9, 11)) * 0.5 + rng.standard_normal((22_050, 2)) * 0.05
+    for kind in (".wav", ".flac", ".ogg", ".mp3"):
+        soundfile.write(folder / f"a{kind}", tone, 22_050)
 
 
-def mutants(folder: Path, count: int, seed: int = 0) -> Iterator[Path]:
+def mutants(folder: Path, count: int, kinds: Sequence[str], seed: int = 0) -> Iterator[Path]:
     """Files cut short, with bits flipped, or with bytes overwritten."""
-    rng, files = random.Random(seed), originals(folder)
+    rng = random.Random(seed)
+    originals(folder)
     for index in range(count):
-        path = files[index % len(files)]
+        path = folder / f"a{kinds[index % len(kinds)]}"
         data = bytearray(path.read_bytes())
         kind = rng.randrange(3)
         if kind == 0:
@@ -48,12 +56,14 @@ def mutants(folder: Path, count: int, seed: int = 0) -> Iterator[Path]:
 
 def read(path: Path) -> int:
     """As `prepare` does; how much was found."""
-    return len(encode_midi(path)) if path.suffix == ".mid" else read_picture(32, path).size
+    if path.suffix == ".mid":
+        return len(encode_midi(path))
+    return (read_sound(path, 16_000, -20.0) if path.suffix in SOUNDS else read_picture(32, path)).size
 
 
-def outcomes(folder: Path, count: int, seed: int = 0) -> Counter[str]:
+def outcomes(folder: Path, count: int, kinds: Sequence[str] = KINDS, seed: int = 0) -> Counter[str]:
     """How often each kind of end came."""
-    results = each(read, mutants(folder, count, seed), workers=2, seconds=20)
+    results = each(read, mutants(folder, count, kinds, seed), workers=2, seconds=20)
     return Counter(
         f"{path.suffix}: {type(error).__name__ if error else 'read'}" for path, _, error in results
     )
@@ -62,6 +72,6 @@ def outcomes(folder: Path, count: int, seed: int = 0) -> Counter[str]:
 if __name__ == "__main__":
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        for what, times in sorted(outcomes(Path(place), int(sys.argv[1])).items()):
+        for what, times in sorted(outcomes(Path(place), int(sys.argv[1]), sys.argv[2:] or KINDS).items()):
             print(f"{what} {times}")
     print(f"{time.monotonic() - began:.0f} s")

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perceiver_ar import corpus, evaluate, presets, tasks, train, vocabulary
+from perceiver_ar import corpus, evaluate, presets, splits, tasks, train, vocabulary
 from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
 from perceiver_ar.run import load, open_source
 from perceiver_ar.store import Store
@@ -285,7 +285,7 @@ def test_a_binary_line_without_an_end_fits_in_memory_by_parts(
 ) -> None:
     monkeypatch.setattr(corpus, "PART", 1000)
     source = write(tmp_path / "a", x_txt="é" * 5000) / "x.txt"
-    parts = corpus.plan(corpus.find_files(source, "*"), corpus.Shares(0, 0), to_the_byte=False)
+    parts = corpus.plan(corpus.find_files(source, "*"), splits.Shares(0, 0), to_the_byte=False)
     assert max(span.size for part in parts for span in part) <= 1003
     assert texts(make(source, tmp_path / "s", validation=0), "train") == ["é".encode() * 5000]
 
@@ -339,14 +339,14 @@ def test_parts_of_another_tokenizer_are_not_gone_on_with(
 def test_splits_are_known_by_their_usual_names(tmp_path: Path) -> None:
     names = {"train-00000-of-00001_jsonl": '"one"', "valid-0_jsonl": '"two"', "test-0_jsonl": '"three"'}
     store = make(write(tmp_path / "a", **names), tmp_path / "s")
-    assert [texts(store, split) for split in corpus.SPLITS] == [[b"one"], [b"two"], [b"three"]]
+    assert [texts(store, split) for split in splits.SPLITS] == [[b"one"], [b"two"], [b"three"]]
     write(tmp_path / "a", other_txt="four")
     with pytest.raises(ValueError, match=r"other\.txt belongs to no split"):
         make(tmp_path / "a", tmp_path / "t")
     alone = write(tmp_path / "b", **{f"train__{n}_txt": f"text {n}" for n in range(10)})
     assert len(make(alone, tmp_path / "u", validation=0.2).split("validation")) == 2
     few = write(tmp_path / "c", train__x_txt="one", dev__x_txt="two", test__x_txt="three")
-    assert set(make(few, tmp_path / "v", validation=0.05, test=0.05).meta["splits"]) == set(corpus.SPLITS)
+    assert set(make(few, tmp_path / "v", validation=0.05, test=0.05).meta["splits"]) == set(splits.SPLITS)
 
 
 def test_tokenizer_files_that_lose_text_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import Task
 
 _TASKS = {
+    "audio": "AudioTask",
     "copy": "CopyTask",
     "image": "ImageTask",
     "music": "MusicTask",

@@ -51,6 +51,10 @@ class Task(Config):
         """What else is told of so many nats, given what a store counted besides its tokens."""
         return {}
 
+    def reach(self, context: int) -> dict[str, float]:
+        """What so many inputs are in the task's own measure, if it has one."""
+        return {}
+
     def check(self, model: ModelConfig) -> None:
         """Refuses a model that cannot learn the task."""
 
@@ -89,6 +93,12 @@ class Task(Config):
     def count(self, prompt: Tokens) -> int:
         """How many tokens to draw after a prompt where that is not said."""
         return 500
+
+    def allowed(self, place: int, vocab_size: int) -> NDArray[np.bool_]:
+        """Which tokens may be drawn for a place in a document."""
+        allowed = np.ones(vocab_size, dtype=bool)
+        allowed[[PAD, BOS] if self.ends else [PAD, BOS, EOS]] = False
+        return allowed
 
     def speller(self) -> Callable[[int], str] | None:
         """Turns one token after another into text; None where they are no text."""

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar.config import ModelConfig
-from perceiver_ar.corpus import SPLITS, Shares, draw_splits, named_split, splits_of
 from perceiver_ar.extras import need
 from perceiver_ar.report import readable
+from perceiver_ar.splits import SPLITS, Shares, draw_splits, named_split, splits_of
 from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens

@@ -1,6 +1,5 @@
 """Symbolic music: MIDI files as performance events."""
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -9,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar import midi
-from perceiver_ar.corpus import SPLITS, Shares, splits_of
 from perceiver_ar.midi import EVENTS, NOTE_OFF, SHIFT, STEPS, VELOCITY, encode_midi
 from perceiver_ar.report import readable
+from perceiver_ar.splits import Shares, by_split, recordings
 from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
@@ -135,7 +134,7 @@ def prepare(
         workers: Processes. Default: as many as there are cores.
     """
     check_new(out)
-    splits = _splits(source, Shares(validation, test))
+    splits = recordings(source, (".mid", ".midi"), "midi_filename", Shares(validation, test))
     pieces = {
         path: _stored(events)
         for path, events in readable(encode_midi, splits, workers)
@@ -143,25 +142,7 @@ def prepare(
     }
     if not pieces:
         raise ValueError(f"{source} holds no piece that can be used.")
-    named = {name: [pieces[p] for p in splits if splits[p] == name and p in pieces] for name in SPLITS}
-    return write_store(out, {k: v for k, v in named.items() if v}, EVENTS + FIRST, "music")
-
-
-def _splits(source: Path, shares: Shares) -> dict[Path, str]:
-    """Each file's split."""
-    if source.is_file():
-        return {source: "train"}
-    tables = sorted(source.glob("maestro*.csv"))
-    if tables:
-        with tables[0].open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        if not rows or not {"midi_filename", "split"} <= rows[0].keys():
-            raise ValueError(f"{tables[0]} is not MAESTRO's table: it has no midi_filename and split.")
-        listed = {source / row["midi_filename"]: row["split"] for row in rows}
-        found = {path: split for path, split in listed.items() if path.exists()}
-    else:
-        files = sorted(p for p in source.rglob("*") if p.suffix.lower() in (".mid", ".midi"))
-        found = dict(zip(files, splits_of(files, source, shares), strict=True))
-    if not found:
-        raise ValueError(f"{source} holds no .mid or .midi files.")
-    return found
+    chosen = by_split(splits, pieces).items()
+    return write_store(
+        out, {name: [pieces[p] for p in files] for name, files in chosen}, EVENTS + FIRST, "music"
+    )

@@ -15,11 +15,12 @@ from typing import ClassVar, Literal, Self
 import numpy as np
 
 from perceiver_ar import vocabulary
-from perceiver_ar.corpus import Shares, find_files, plan
+from perceiver_ar.corpus import find_files, plan
 from perceiver_ar.extras import need
 from perceiver_ar.preparing import Corpus, make_store
 from perceiver_ar.report import progress_bar
 from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
+from perceiver_ar.splits import Shares
 from perceiver_ar.store import Store, check_new
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
 from perceiver_ar.vocabulary import FILES, Kind, Vocabulary, check_exact

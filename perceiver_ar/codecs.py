@@ -1,0 +1,219 @@
+"""Codecs: sound to codes and back, a number of levels of codes for each short frame.
+
+Letters: F frames, L levels.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from perceiver_ar.extras import need
+from perceiver_ar.sound import Sound
+
+Kind = Literal["lyra", "encodec", "dac", "mimi"]
+Codes = NDArray[np.int64]
+
+
+class Codec:
+    """Sound of one rate, (samples,), to codes (F, L), each below `codes`, and back."""
+
+    rate: int
+    """Samples a second."""
+    hop: int
+    """Samples of a frame."""
+    codes: int
+    """Values of a code."""
+    most: int
+    """Levels that there are; fewer sound coarser."""
+    usual: int
+    """Levels that are a good choice."""
+
+    def encode(self, sound: Sound, levels: int) -> Codes:
+        """The last frame is filled with silence."""
+        raise NotImplementedError
+
+    def decode(self, codes: Codes) -> Sound:
+        """F * hop samples."""
+        raise NotImplementedError
+
+    def frames(self, sound: Sound) -> Sound:
+        """(F, hop)."""
+        count = math.ceil(len(sound) / self.hop)
+        return np.pad(sound, (0, count * self.hop - len(sound))).reshape(count, self.hop)
+
+
+class Lyra(Codec):
+    """Lyra v2's SoundStream: 50 frames a second, up to 46 levels of 16 codes.
+
+    Its networks keep what they heard, so a recording of any length goes through them frame by frame;
+    each begins with fresh ones.
+    """
+
+    rate, hop, codes, most, usual = 16_000, 320, 16, 46, 16
+    FILES = ("soundstream_encoder.tflite", "quantizer.tflite", "lyragan.tflite")
+
+    def __init__(self, folder: Path) -> None:
+        missing = [name for name in self.FILES if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{folder} has no {', '.join(missing)}: give the folder of Lyra's models.")
+        self.encoder, self.quantizer, self.decoder = ((folder / name).read_bytes() for name in self.FILES)
+
+    def encode(self, sound: Sound, levels: int) -> Codes:
+        encoder, quantizer = _network(self.encoder), _network(self.quantizer)
+        quantize = quantizer.get_signature_runner("encode")
+        count = np.array(levels, np.int32)
+        found = [
+            quantize(input_frames=_pass(encoder, frame[None]), num_quantizers=count)["output_0"]
+            for frame in self.frames(sound)
+        ]
+        return np.array(found, np.int64).reshape(-1, self.most)[:, :levels]
+
+    def decode(self, codes: Codes) -> Sound:
+        decoder, quantizer = _network(self.decoder), _network(self.quantizer)
+        restore = quantizer.get_signature_runner("decode")
+        filled = np.full((len(codes), self.most, 1, 1), -1, np.int32)  # -1: a level that is left out
+        filled[:, : codes.shape[1], 0, 0] = codes
+        found = [_pass(decoder, restore(encoding_indices=frame)["output_0"]) for frame in filled]
+        return np.array(found, np.float32).reshape(-1)
+
+
+def _network(content: bytes) -> Any:
+    interpreter = need("ai_edge_litert.interpreter", "audio").Interpreter
+    with _quiet():
+        network = interpreter(model_content=content, num_threads=1)
+        network.allocate_tensors()
+    return network
+
+
+def _pass(network: Any, value: NDArray[Any]) -> NDArray[Any]:
+    network.set_tensor(network.get_input_details()[0]["index"], value)
+    network.invoke()
+    return network.get_tensor(network.get_output_details()[0]["index"])
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Hides what a library in C++ says of itself on standard error."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+class Neural(Codec):
+    """A codec of transformers, in chunks that overlap, so that a recording may be of any length.
+
+    What lies within the margin of a chunk's ends is thrown away: its neighbour, which hears more of
+    what is around it, has it too.
+    """
+
+    MODEL: str
+    MARGIN = 2.0
+    """Seconds."""
+
+    def __init__(self, name: str, chunk: float = 20.0) -> None:
+        try:
+            model = getattr(need("transformers", "audio"), self.MODEL).from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"{name} is no {self.MODEL} that can be read: {reason}") from None
+        config = model.config
+        if getattr(config, "audio_channels", 1) != 1:
+            raise ValueError(f"{name} is a codec of several channels; only those of one can be used.")
+        self.model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        self.rate, self.codes = config.sampling_rate, config.codebook_size
+        self.hop = round(self.rate / config.frame_rate)
+        self.most = config.n_codebooks if hasattr(config, "n_codebooks") else config.num_quantizers
+        self.usual = min(8, self.most)
+        self.chunk, self.margin = (math.ceil(x * self.rate / self.hop) for x in (chunk, self.MARGIN))
+
+    def codes_of(self, sound: torch.Tensor, levels: int) -> torch.Tensor:
+        """(1, 1, samples) to (1, at least L, F)."""
+        raise NotImplementedError
+
+    def sound_of(self, codes: torch.Tensor) -> torch.Tensor:
+        """(1, L, F) to (1, 1, samples)."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def encode(self, sound: Sound, levels: int) -> Codes:
+        frames, parts = self.frames(sound), []
+        for low, high, kept in self._chunks(len(frames)):
+            x = torch.from_numpy(frames[low:high]).reshape(1, 1, -1).to(self.model.device)
+            parts.append(self.codes_of(x, levels)[0, :levels].T[kept].cpu().numpy())
+        return np.concatenate(parts)[: len(frames)]
+
+    @torch.inference_mode()
+    def decode(self, codes: Codes) -> Sound:
+        parts = []
+        for low, high, kept in self._chunks(len(codes)):
+            x = torch.from_numpy(codes[low:high].T).contiguous()[None].to(self.model.device)
+            parts.append(self.frames(self.sound_of(x).flatten().float().cpu().numpy())[kept])
+        return np.concatenate(parts)[: len(codes)].reshape(-1)
+
+    def _chunks(self, count: int) -> Iterator[tuple[int, int, slice]]:
+        """From which frame to which, and what of it is kept."""
+        for start in range(0, count, self.chunk):
+            low, stop = max(0, start - self.margin), min(count, start + self.chunk)
+            yield low, min(count, stop + self.margin), slice(start - low, stop - low)
+
+
+class Encodec(Neural):
+    """Meta's; 75 frames a second, up to 32 levels of 1,024 codes."""
+
+    MODEL = "EncodecModel"
+
+    def codes_of(self, sound: torch.Tensor, levels: int) -> torch.Tensor:
+        widest = self.model.config.target_bandwidths[-1]  # all levels, which build on one another
+        return self.model.encode(sound, bandwidth=widest).audio_codes[0]
+
+    def sound_of(self, codes: torch.Tensor) -> torch.Tensor:
+        return self.model.decode(codes[None], [None]).audio_values
+
+
+class Dac(Neural):
+    """Descript's; 86 frames a second at 44.1 kHz, 9 levels of 1,024 codes."""
+
+    MODEL = "DacModel"
+
+    def codes_of(self, sound: torch.Tensor, levels: int) -> torch.Tensor:
+        return self.model.encode(sound, n_quantizers=levels).audio_codes
+
+    def sound_of(self, codes: torch.Tensor) -> torch.Tensor:
+        return self.model.decode(audio_codes=codes).audio_values
+
+
+class Mimi(Neural):
+    """Kyutai's; 12.5 frames a second, up to 32 levels of 2,048 codes. It attends to the last 20 seconds."""
+
+    MODEL, MARGIN = "MimiModel", 22.0
+
+    def codes_of(self, sound: torch.Tensor, levels: int) -> torch.Tensor:
+        return self.model.encode(sound, num_quantizers=levels).audio_codes
+
+    def sound_of(self, codes: torch.Tensor) -> torch.Tensor:
+        return self.model.decode(codes).audio_values
+
+
+HUB = {"encodec": "facebook/encodec_24khz", "dac": "descript/dac_44khz", "mimi": "kyutai/mimi"}
+"""The weights that are taken where none are named."""
+
+
+@functools.cache
+def load(kind: Kind, weights: str) -> Codec:
+    """Lyra's from a folder, the others' by their name on the hub or from a folder."""
+    if kind == "lyra":
+        return Lyra(Path(weights))
+    return {"encodec": Encodec, "dac": Dac, "mimi": Mimi}[kind](weights)

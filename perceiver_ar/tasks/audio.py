@@ -1,0 +1,223 @@
+"""Audio: recordings as the codes of a codec, level by level in each frame.
+
+Letters: F frames, L levels.
+"""
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perceiver_ar import codecs
+from perceiver_ar.codecs import HUB, Codec, Codes, Kind, Lyra
+from perceiver_ar.report import readable
+from perceiver_ar.sealed import Damaged
+from perceiver_ar.sound import SOUNDS, read_sound, write_spectrogram, write_wav
+from perceiver_ar.splits import Shares, by_split, recordings
+from perceiver_ar.store import Store, check_new, smallest_dtype, write_store
+from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.windows import Tokens
+from perceiver_ar.workers import each
+
+WRITERS = {".wav": write_wav, ".png": write_spectrogram}
+LONGEST = 3600.0
+"""Seconds that one recording may take."""
+
+
+@dataclass(frozen=True)
+class AudioTask(Task):
+    """Codes after a BOS, frame by frame; each level has a slice of the vocabulary to itself."""
+
+    name: ClassVar[str] = "audio"
+
+    levels: int = 16
+    """Codes of a frame."""
+    codes: int = 16
+    """Values of a code."""
+    frame_rate: float = 50.0
+    """Frames a second."""
+    codec: Kind = "lyra"
+    """What made them, and makes sound of them."""
+    weights: str = ""
+    """The codec's name on the hub, or its folder; Lyra's lie beside a store and beside a model."""
+    sha256: str = ""
+    """Of Lyra's."""
+    level: float | None = -20.0
+    """Loudness that recordings are brought to, dB."""
+
+    def at(self, folder: Path) -> Self:
+        """With Lyra's files, if those are needed, that lie there."""
+        if self.codec == "lyra" and self.sha256:
+            if digest(folder) != self.sha256:
+                raise Damaged(f"Lyra's files in {folder} are missing or damaged.")
+            object.__setattr__(self, "folder", folder)
+        return self
+
+    folder: ClassVar[Path | None] = None
+
+    def files(self) -> dict[str, bytes]:
+        return {} if self.folder is None else {name: (self.folder / name).read_bytes() for name in Lyra.FILES}
+
+    def _source(self) -> str:
+        if not self.weights and self.folder is None:
+            raise ValueError("it is not known which codec made these codes, so they cannot be heard.")
+        return self.weights or str(self.folder)
+
+    def _voice(self) -> Codec:
+        return codecs.load(self.codec, self._source())
+
+    @property
+    def ends(self) -> bool:
+        return False
+
+    @property
+    def vocab_size(self) -> int:
+        return self.levels * self.codes + FIRST
+
+    def encode(self, codes: Codes) -> Tokens:
+        """(F, L) to a BOS and F * L tokens."""
+        return np.concatenate(([BOS], (codes + self.codes * np.arange(self.levels) + FIRST).reshape(-1)))
+
+    def decode(self, tokens: Tokens) -> Codes:
+        """The whole frames among the tokens after a BOS."""
+        whole = tokens[1 : 1 + (len(tokens) - 1) // self.levels * self.levels].astype(np.int64)
+        return (whole.reshape(-1, self.levels) - FIRST) % self.codes
+
+    def allowed(self, place: int, vocab_size: int) -> NDArray[np.bool_]:
+        """The codes of the level that is due."""
+        first = FIRST + (place - 1) % self.levels * self.codes
+        allowed = np.zeros(vocab_size, dtype=bool)
+        allowed[first : first + self.codes] = True
+        return allowed
+
+    def report(self, nats: float, tokens: int, counts: Mapping[str, int]) -> dict[str, float]:
+        seconds = tokens / self.levels / self.frame_rate
+        return {"seconds": seconds, "bits_per_second": nats / math.log(2) / seconds}
+
+    def reach(self, context: int) -> dict[str, float]:
+        return {"seconds_of_context": context / self.levels / self.frame_rate}
+
+    def read(self, path: Path) -> Document:
+        tokens = self.prompt_file(path)
+        return Document(tokens, 1, len(tokens))
+
+    def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
+        """Of a recording, perhaps only the first seconds; read in a process that may crash."""
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist.")
+        if keep is not None and keep < 1:
+            raise ValueError(f"--keep must be at least 1 second, but is {keep}.")
+        work = partial(codes_of, self.codec, self._source(), self.levels, self.level, keep)
+        (done,) = each(work, [path], workers=1, seconds=LONGEST)
+        if done.error is not None:
+            raise ValueError(f"{path} cannot be used: {done.error}")
+        return self.encode(done.value)
+
+    def count(self, prompt: Tokens) -> int:
+        """Five seconds."""
+        return round(5 * self.frame_rate) * self.levels
+
+    def check_file(self, path: Path) -> None:
+        if path.suffix not in WRITERS:
+            raise ValueError(f"audio is written to {', '.join(WRITERS)}, not to {path}.")
+        self._voice()  # which may be missing, and that is better told before anything is drawn
+
+    def save(self, tokens: Tokens, path: Path) -> None:
+        voice = self._voice()
+        WRITERS[path.suffix](voice.decode(self.decode(tokens)), voice.rate, path)
+
+
+def digest(folder: Path) -> str:
+    """Of Lyra's files; nothing if one is missing."""
+    paths = [folder / name for name in Lyra.FILES]
+    if not all(path.is_file() for path in paths):
+        return ""
+    return sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def codes_of(
+    codec: Kind, weights: str, levels: int, level: float | None, seconds: float | None, path: Path
+) -> Codes:
+    """Codes (F, L) of a recording."""
+    voice = codecs.load(codec, weights)
+    return voice.encode(read_sound(path, voice.rate, level, seconds), levels)
+
+
+def prepare(
+    source: Path,
+    /,
+    out: Path,
+    codec: Kind = "lyra",
+    weights: str | None = None,
+    levels: int | None = None,
+    level: float | None = -20.0,
+    validation: float = 0.05,
+    test: float = 0.0,
+    workers: int | None = None,
+) -> Store:
+    """Turn recordings into a token store.
+
+    Interrupted, it goes on where it was when it is started again.
+
+    Args:
+        source: A .wav, .flac, .ogg or .mp3 file or a folder of them. A MAESTRO csv in it gives the splits, or
+            folders named train, validation and test.
+        out: Folder of the store.
+        codec: lyra: SoundStream with the weights of Lyra v2; or encodec, dac or mimi of transformers.
+        weights: The folder of Lyra's .tflite files; of another codec, its folder or its name on the hub.
+        levels: Codes of a frame: more sound better and make longer sequences. Default: what the codec is
+            usually run with.
+        level: Loudness that every recording is brought to, in dB (root mean square, full scale is 0).
+            None: as it is.
+        validation: Share of the recordings that is kept for validation.
+        test: The same for the test.
+        workers: Processes. Default: as many as there are cores.
+    """
+    check_new(out)
+    splits = recordings(source, SOUNDS, "audio_filename", Shares(validation, test))
+    weights = weights or HUB.get(codec)
+    if weights is None:
+        raise ValueError("--weights must name the folder of Lyra's .tflite files.")
+    voice = codecs.load(codec, weights)
+    levels = voice.usual if levels is None else levels
+    if not 1 <= levels <= voice.most:
+        raise ValueError(f"--levels must be from 1 to {voice.most} for {weights}, but is {levels}.")
+    mark, named = (digest(Path(weights)), "") if codec == "lyra" else ("", weights)
+    task = AudioTask(levels, voice.codes, voice.rate / voice.hop, codec, named, mark, level)
+    scratch = out.with_name(f".{out.name}.codes")
+    work = partial(_keep, task, weights, scratch)
+    done = dict(readable(work, splits, workers, LONGEST))
+    if not done:
+        raise ValueError(f"{source} holds no recording that can be used.")
+    store = write_store(
+        out,
+        {name: (np.load(done[p]) for p in files) for name, files in by_split(splits, done).items()},
+        task.vocab_size,
+        "audio",
+        task.to_dict(),
+        files=task.at(Path(weights)).files(),
+    )
+    shutil.rmtree(scratch)
+    return store
+
+
+def _keep(task: AudioTask, weights: str, scratch: Path, path: Path) -> Path:
+    """Where the tokens of a recording lie, made if they are not there yet."""
+    about = path.stat()
+    key = f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {weights} {task.to_dict()}"
+    kept = scratch / f"{sha256(key.encode()).hexdigest()}.npy"
+    if not kept.exists():
+        codes = codes_of(task.codec, weights, task.levels, task.level, None, path)
+        scratch.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_suffix(".partial")
+        with beside.open("wb") as file:
+            np.save(file, task.encode(codes).astype(smallest_dtype(task.vocab_size)))
+        beside.rename(kept)
+    return kept
