@@ -49,12 +49,12 @@ def prepare(task: Annotated[str, tyro.conf.Positional]) -> None:
 
 def prepare_task(arguments: list[str]) -> None:
     """The settings are those of the task's own function."""
-    if not arguments or arguments[0].startswith("-"):
-        print("usage: perceiver-ar prepare text|image|music|audio|tokens SOURCE --out DIR")
-        print("`perceiver-ar prepare text --help` lists all settings.")
-        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
     from perceiver_ar import tasks
 
+    if not arguments or arguments[0].startswith("-"):
+        print(f"usage: perceiver-ar prepare {'|'.join(tasks.prepared())} SOURCE --out DIR")
+        print("`perceiver-ar prepare text --help` lists all settings.")
+        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
     store = tyro.cli(
         tasks.preparer(arguments[0]),
         args=arguments[1:],
@@ -235,7 +235,8 @@ def generate(
         run: Folder of a run.
         prompt: What to go on from, as the task writes it: text, ids, bytes ... Default: a beginning.
         prompt_file: The same from a file.
-        keep: How much of that file: tokens of text, seconds of music, rows of an image. Default: all.
+        keep: How much of that file: tokens of text, seconds of sound, rows of an image. Default: all, or half
+            an image.
         tokens: How many to draw at most. Default: what the task makes of it.
         samples: How many to draw at once, all different.
         temperature: Below 1 for likelier tokens, 0 for the likeliest.
@@ -253,6 +254,8 @@ def generate(
 
     if prompt is not None and prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both.")
+    if keep is not None and prompt_file is None:
+        raise ValueError("--keep says how much of a --prompt-file is taken: give one.")
     where = pick_device(device)
     model, task, _ = load(run, str(where))
     model = model.to(best_dtype(where))

@@ -5,9 +5,7 @@ Letters: F frames, L levels.
 
 import functools
 import math
-import os
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from perceiver_ar.extras import need
+from perceiver_ar.extras import hushed, need
 from perceiver_ar.sound import Sound
 
 Kind = Literal["lyra", "encodec", "dac", "mimi"]
@@ -87,7 +85,7 @@ class Lyra(Codec):
 
 def _network(content: bytes) -> Any:
     interpreter = need("ai_edge_litert.interpreter", "audio").Interpreter
-    with _quiet():
+    with hushed():
         network = interpreter(model_content=content, num_threads=1)
         network.allocate_tensors()
     return network
@@ -97,19 +95,6 @@ def _pass(network: Any, value: NDArray[Any]) -> NDArray[Any]:
     network.set_tensor(network.get_input_details()[0]["index"], value)
     network.invoke()
     return network.get_tensor(network.get_output_details()[0]["index"])
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Hides what a library in C++ says of itself on standard error."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 class Neural(Codec):
@@ -124,8 +109,10 @@ class Neural(Codec):
     """Seconds."""
 
     def __init__(self, name: str, chunk: float = 20.0) -> None:
+        transformers = need("transformers", "audio")
+        transformers.utils.logging.disable_progress_bar()  # what is downloaded still has its own
         try:
-            model = getattr(need("transformers", "audio"), self.MODEL).from_pretrained(name)
+            model = getattr(transformers, self.MODEL).from_pretrained(name)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"{name} is no {self.MODEL} that can be read: {reason}") from None
@@ -157,7 +144,7 @@ class Neural(Codec):
 
     @torch.inference_mode()
     def decode(self, codes: Codes) -> Sound:
-        parts = []
+        parts = [np.zeros((0, self.hop), np.float32)]
         for low, high, kept in self._chunks(len(codes)):
             x = torch.from_numpy(codes[low:high].T).contiguous()[None].to(self.model.device)
             parts.append(self.frames(self.sound_of(x).flatten().float().cpu().numpy())[kept])

@@ -136,8 +136,8 @@ class ModelConfig(Config):
 
     @property
     def has_no_end(self) -> bool:
-        """Whether positions mean something beyond the context."""
-        return self.positions in ("rotary", "none")
+        """Whether positions mean something beyond the context; axial ones are always given."""
+        return self.positions in ("rotary", "axial", "none")
 
     def check_latents(self, latents: int | None) -> int:
         """How many latents a call uses: as asked, if that can be; by default as many as in training."""

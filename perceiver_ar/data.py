@@ -91,7 +91,10 @@ class Crops:
     def _window(self, index: int, drawn: int, latents: int, random: np.random.Generator) -> Window:
         end = 1 + crop_end(int(drawn), self.split.length(index) - 1, latents)
         start = max(0, end - 1 - self.context)
-        tokens = self.task.augment(self.split.read(index, start, end), random)[-(self.context + 1) :]
+        read = self.split.read(index, start, end)
+        tokens = self.task.augment(read, random)[-(self.context + 1) :]
+        if len(tokens) < 2:  # nothing is left of it to predict
+            tokens = read
         return Window(tokens, start, min(latents, len(tokens) - 1))
 
 

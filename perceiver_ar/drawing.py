@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,16 @@ def draw(
         rows = _counted(drawing, count, quiet)
     seconds = time.perf_counter() - began
     texts = [_text(task, prompt, row) for row in rows]
-    files = [None] * samples if out is None else _save(task, prompt, rows, out)
+    files, together = ([None] * samples, None) if out is None else _save(task, prompt, rows, out)
     if not quiet:
-        _tell(texts, files, seconds, sum(map(len, rows)))
+        _tell(texts, [*files, *([together] if together else [])], seconds, sum(map(len, rows)))
     return {
         "prompt": prompt.tolist(),
         "samples": [
             {"tokens": row.tolist(), "text": text, "file": file}
             for row, text, file in zip(rows, texts, files, strict=True)
         ],
+        "together": together,
         "tokens": sum(map(len, rows)),
         "seconds": seconds,
         "tokens_per_second": sum(map(len, rows)) / seconds,
@@ -117,21 +119,20 @@ def _counted(drawing: Iterator[Tokens], count: int, quiet: bool) -> list[Tokens]
     return [row[row != PAD] for row in np.stack(steps, axis=1)]
 
 
-def _save(task: Task, prompt: Tokens, rows: list[Tokens], out: Path) -> list[str]:
-    """Prompt and sample, one file each: out itself, or out-1, out-2 ..."""
+def _save(task: Task, prompt: Tokens, rows: list[Tokens], out: Path) -> tuple[list[str], str | None]:
+    """Prompt and sample, one file each: out itself, or out-1, out-2 ...; then perhaps all in out."""
     numbered = [out.with_stem(f"{out.stem}-{index + 1}") for index in range(len(rows))]
     paths = [out] if len(rows) == 1 else numbered
     samples = [np.concatenate((prompt, row)) for row in rows]
     for sample, path in zip(samples, paths, strict=True):
         task.save(sample, path)
-    if len(rows) > 1:
-        task.save_all(samples, out)
-    return [str(path) for path in paths]
+    together = len(rows) > 1 and task.save_all(samples, out)
+    return [str(path) for path in paths], str(out) if together else None
 
 
 def _tell(texts: list[str | None], files: list[Any], seconds: float, tokens: int) -> None:
     """Where the samples are, or the samples themselves, unless they have been shown; then the rate."""
-    for index, (text, file) in enumerate(zip(texts, files, strict=True), 1):
+    for index, (text, file) in enumerate(zip_longest(texts, files), 1):
         if file is not None:
             print(file)
         elif len(texts) > 1:

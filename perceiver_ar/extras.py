@@ -1,6 +1,9 @@
 """Libraries that only some tasks need."""
 
 import importlib
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -11,3 +14,16 @@ def need(module: str, extra: str) -> Any:
     except ImportError:
         name = module.split(".")[0]
         raise ValueError(f"this needs {name}: pip install 'perceiver-ar[{extra}]'") from None
+
+
+@contextmanager
+def hushed() -> Generator[None]:
+    """Hides what libraries in C write to standard error."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

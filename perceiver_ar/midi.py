@@ -24,6 +24,9 @@ BIN = 4
 SUSTAIN = 64
 """Number of the pedal's controller, and the value from which it is down."""
 
+LONGEST = 86_400.0
+"""Seconds of a piece that are believed: damaged files may last for years."""
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -56,28 +59,30 @@ def read_midi(path: str | Path) -> Notes:
         score = symusic.Score.from_midi(Path(path).read_bytes())
     except Exception as error:  # the library's own, of many kinds
         raise ValueError(f"{path} is not a MIDI file that can be read: {error}") from None
-    seconds = _clock(score)
-    parts = []
-    for track in score.tracks:
-        if track.is_drum or not len(track.notes):
-            continue
-        notes, pedal = track.notes.numpy(), track.controls.numpy()
-        start = notes["time"].astype(np.int64)
-        end = start + np.maximum(notes["duration"].astype(np.int64), 0)
-        found = Notes(
-            seconds(start), seconds(end), notes["pitch"].astype(np.int64), notes["velocity"].astype(np.int64)
-        )
-        of_pedal = pedal["number"] == SUSTAIN
-        times, down = seconds(pedal["time"][of_pedal].astype(np.int64)), pedal["value"][of_pedal] >= SUSTAIN
-        parts.append(fold_pedal(found.take(found.velocity > 0), times, down))
-    if not parts:
+    if score.tpq < 1:
+        raise ValueError(f"{path} says that a quarter note has no ticks.")
+    played = [_played(track, _clock(score)) for track in score.tracks if not track.is_drum]
+    played = [part for part in played if len(part[0])]
+    if not played:
         raise ValueError(f"{path} holds no notes.")
-    return Notes(
-        *(
-            np.concatenate(x)
-            for x in zip(*((p.start, p.end, p.pitch, p.velocity) for p in parts), strict=True)
-        )
-    )
+    last = max(float(np.append(times, notes.end).max()) for notes, times, _ in played)
+    if not last < LONGEST:
+        raise ValueError(f"{path} lasts more than a day: its times are not to be believed.")
+    parts = [fold_pedal(notes, times, down, last) for notes, times, down in played]
+    fields = zip(*((p.start, p.end, p.pitch, p.velocity) for p in parts), strict=True)
+    return Notes(*map(np.concatenate, fields))
+
+
+def _played(track: Any, seconds: Any) -> tuple[Notes, Floats, NDArray[np.bool_]]:
+    """The notes of a track, when its pedal moves, and whether down."""
+    notes, pedal = track.notes.numpy(), track.controls.numpy()
+    start = notes["time"].astype(np.int64)
+    end = start + np.maximum(notes["duration"].astype(np.int64), 0)
+    pitch, velocity = (notes[name].astype(np.int64) for name in ("pitch", "velocity"))
+    found = Notes(seconds(start), seconds(end), pitch, velocity).take(velocity > 0)
+    of_pedal = pedal["number"] == SUSTAIN
+    times, down = seconds(pedal["time"][of_pedal].astype(np.int64)), pedal["value"][of_pedal] >= SUSTAIN
+    return found, times, down
 
 
 def _clock(score: Any) -> Any:
@@ -96,13 +101,12 @@ def _clock(score: Any) -> Any:
     return seconds
 
 
-def fold_pedal(notes: Notes, times: Floats, down: NDArray[np.bool_]) -> Notes:
-    """Notes as long as they sound; the pedal moves at these times."""
+def fold_pedal(notes: Notes, times: Floats, down: NDArray[np.bool_], last: float) -> Notes:
+    """Notes as long as they sound; the pedal moves at these times, and the piece ends at the last."""
     if not len(times):
         return notes
     order = np.lexsort((~down, times))  # moved both ways at once, it ends up: as note-seq has it
     times, down = times[order], down[order]
-    last = max(times[-1], notes.end.max())
     lifts = np.append(times[~down], last)
 
     def held(at: Floats) -> NDArray[np.bool_]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perceiver_ar.extras import need
+from perceiver_ar.extras import hushed, need
 
 Sound = NDArray[np.float32]
 """Samples from -1 to 1; of several channels, (samples, channels)."""
@@ -23,7 +23,7 @@ def read_sound(path: Path, rate: int, level: float | None, seconds: float | None
     soundfile, soxr = need("soundfile", "audio"), need("soxr", "audio")
     parts, count, wanted = [], 0, None
     try:
-        with soundfile.SoundFile(path) as file:
+        with hushed(), soundfile.SoundFile(path) as file:  # mpg123 complains of damaged files
             if not RATES[0] <= file.samplerate <= RATES[1]:
                 raise ValueError(f"a rate of {file.samplerate} samples a second is not to be believed")
             resampled = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")

@@ -3,12 +3,14 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any, NamedTuple
 
 
@@ -31,7 +33,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, work), daemon=True)
-        self.process.start()
+        with _without_main(work):
+            self.process.start()
         other.close()
         self.item, self.deadline = None, float("inf")
 
@@ -52,6 +55,18 @@ class _Worker:
         self.process.kill()
         self.process.join()
         self.pipe.close()
+
+
+@contextmanager
+def _without_main(work: Callable[..., Any]) -> Generator[None]:
+    """Keeps a new process from running the user's script again, unless the work is defined there."""
+    main = sys.modules["__main__"]
+    if getattr(getattr(work, "func", work), "__module__", None) != "__main__":
+        sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
@@ -78,6 +93,8 @@ def each(
     work: Callable[[Any], Any], items: Iterable[Any], workers: int, seconds: float = float("inf")
 ) -> Iterator[Done]:
     """Does all items in processes, in any order; none may take longer than so many seconds."""
+    if workers < 1:
+        raise ValueError(f"there must be at least 1 process, not {workers}: set --workers.")
     waiting = iter(items)
     crew: list[_Worker] = []
     try:

@@ -15,7 +15,6 @@ from perceiver_ar.sound import SOUNDS, read_sound
 from perceiver_ar.tasks.image import read_picture
 from perceiver_ar.workers import each
 
-
 KINDS = (".mid", ".png", ".jpg", ".wav", ".flac", ".ogg", ".mp3")
 
 

@@ -181,19 +181,26 @@ def test_inputs_are_forgotten_only_when_they_are_full(given: int) -> None:
             kept, latents = kept + 1, latents + 1
 
 
-@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "axial"])
-def test_other_positions_than_rotary_are_not_taken_past_the_context(positions: Any) -> None:
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_counted_positions_but_rotary_ones_are_not_taken_past_the_context(positions: Any) -> None:
     model = small(positions=positions)
     prompt = torch.randint(V, (1, 8))
-    places = places_for(model, 1, CONTEXT + 1)
-    generate(model, prompt, CONTEXT - 7, positions=places)  # the last token is not an input
+    generate(model, prompt, CONTEXT - 7)  # the last token is not an input
     with pytest.raises(ValueError, match=f"{positions} positions cannot go beyond its context of {CONTEXT}"):
-        stream(
-            model,
-            prompt,
-            CONTEXT - 6,
-            positions=None if places is None else places_for(model, 1, CONTEXT + 2),
-        )
+        stream(model, prompt, CONTEXT - 6)
+
+
+def test_axial_positions_go_past_the_context_as_far_as_their_tables_reach() -> None:
+    model = make(context=CONTEXT, latents=LATENTS, positions="axial", axes=(3 * CONTEXT, 3))
+    prompt, places = torch.randint(V, (2, 8)), torch.arange(3 * CONTEXT + 1)[None]
+    places = torch.stack((places, places % 3), dim=-1)
+    settings: dict[str, Any] = {"positions": places, "temperature": 0, "log_probs": True}
+    drawn, said = generate(model, prompt, 3 * CONTEXT - 7, **settings)
+    again, same = generate(model, prompt, 3 * CONTEXT - 7, cache=False, **settings)
+    assert drawn.equal(again)
+    torch.testing.assert_close(said, same)
+    with pytest.raises(ValueError, match=f"positions must be whole numbers below \\({3 * CONTEXT}, 3\\)"):
+        stream(model, prompt, 3 * CONTEXT - 6, positions=torch.cat((places, places[:, -1:]), dim=1))
 
 
 @pytest.mark.slow

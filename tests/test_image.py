@@ -57,6 +57,60 @@ def test_grey_and_odd_sizes_are_handled(tmp_path: Path) -> None:
         read_picture(8, tmp_path / "no.png")
 
 
+def test_transparent_turned_and_deep_pictures_are_read_as_they_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    clear = np.zeros((8, 8, 4), np.uint8)
+    clear[..., 0] = 255  # red that is not seen
+    clear[4:, :, 3] = 255
+    Image.fromarray(clear).save(path)
+    assert (read_picture(8, path)[:4] == 255).all()
+    assert (read_picture(8, path)[4:] == (255, 0, 0)).all()
+    deep = np.linspace(0, 65_535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(deep).save(path)
+    assert np.array_equal(
+        read_picture(8, path), np.repeat((deep // 257).astype(np.uint8)[..., None], 3, axis=2)
+    )
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    Image.fromarray(pixels()).save(path, exif=exif)
+    assert np.array_equal(read_picture(8, path), np.rot90(pixels(), -1))
+
+
+def test_a_failed_attempt_leaves_nothing_for_the_next(tmp_path: Path) -> None:
+    import shutil
+
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/a.png").write_bytes(b"nothing")
+    shutil.make_archive(str(tmp_path / "bad"), "tar", tmp_path / "bad")
+    shutil.make_archive(
+        str(tmp_path / "good"), "tar", folder_of_pictures(tmp_path / "good/ds/train").parents[1]
+    )
+    with pytest.raises(ValueError, match="holds no picture that can be read"):
+        prepare(tmp_path / "bad.tar", tmp_path / "s", size=8, workers=1)
+    # What an attempt that was killed left behind is not taken for images.
+    (tmp_path / ".s.left").mkdir()
+    np.save(tmp_path / ".s.left/pixels.npy", np.zeros((9, 8, 8, 3), np.uint8))
+    store = prepare(tmp_path / "good.tar", tmp_path / "s", size=8, workers=1)
+    assert sorted(x.tobytes() for split in ("train", "validation") for x in images(store, split)) == sorted(
+        pixels(8, index).tobytes() for index in range(20)
+    )
+    assert len(prepare(tmp_path / "good", tmp_path / "good/t", size=8, workers=1).split("train")) == 19
+
+
+def test_arrays_beside_others_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    wanted = np.stack([pixels(8, index) for index in range(12)])
+    np.savez(tmp_path / "a/train_1.npz", labels=np.arange(6), images=wanted[:6])
+    np.save(tmp_path / "a/train_2.npy", wanted[6:10])
+    np.savez(tmp_path / "a/val_data.npz", data=wanted[10:])
+    np.save(tmp_path / "a/labels.npy", np.arange(12))
+    store = prepare(tmp_path / "a", tmp_path / "s", size=8)
+    assert np.array_equal(images(store, "train"), wanted[:10])
+    assert np.array_equal(images(store, "validation"), wanted[10:])
+    assert "skipped" in (told := capsys.readouterr().err)
+    assert "labels.npy holds int64 of shape (12,)" in told
+
+
 def folder_of_pictures(folder: Path, count: int = 20, size: int = 8) -> Path:
     folder.mkdir(parents=True)
     for index in range(count):
@@ -87,7 +141,7 @@ def test_folders_arrays_and_archives_hold_the_same_images(tmp_path: Path, order:
         assert len(store.split("validation")) == 2
         found = images(store, "train") + images(store, "validation")
         assert sorted(x.tobytes() for x in found) == sorted(x.tobytes() for x in wanted)
-        assert not out.with_name(f".{out.name}.source").exists()
+        assert not list(tmp_path.glob(".*"))  # nothing is left behind
 
 
 def test_damaged_pictures_are_named_and_left_out(tmp_path: Path) -> None:
@@ -107,18 +161,30 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     np.save(tmp_path / "floats.npy", np.zeros((2, 8, 8, 3)))
     (tmp_path / "x.txt").write_text("no archive")
     np.savez(tmp_path / "cut.npz", data=np.zeros((2, 192), np.uint8))
-    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:100])
+    whole = bytearray((tmp_path / "cut.npz").read_bytes())
+    (tmp_path / "cut.npz").write_bytes(whole[:100])
+    whole[300] ^= 1
+    (tmp_path / "flipped.npz").write_bytes(whole)
+    np.savez(tmp_path / "nothing.npz")
+    np.save(tmp_path / "none.npy", np.zeros((0, 8, 8, 3), np.uint8))
     for source, sentence in (
         ("none", "none does not exist"),
         ("empty", "holds no pictures"),
         ("floats.npy", r"holds float64 of shape \(2, 8, 8, 3\), not uint8"),
         ("cut.npz", "cut.npz is not an array of numbers"),
         ("x.txt", "neither a folder, an array nor an archive"),
+        ("flipped.npz", "flipped.npz is not an array of numbers"),
+        ("nothing.npz", "nothing.npz holds nothing, not uint8"),
+        ("none.npy", "holds no images"),
     ):
         with pytest.raises(ValueError, match=sentence):
             prepare(tmp_path / source, tmp_path / "s", size=8)
     with pytest.raises(ValueError, match=r"images are written to \.png files"):
         ImageTask(8).check_file(tmp_path / "a.jpg")
+    with pytest.raises(ValueError, match="at least 1 pixel"):
+        prepare(tmp_path, tmp_path / "s", size=0)
+    with pytest.raises(ValueError, match="at least 1 process"):
+        prepare(folder_of_pictures(tmp_path / "p"), tmp_path / "s", size=8, workers=-1)
 
 
 def test_images_are_trained_evaluated_drawn_and_completed(tmp_path: Path) -> None:
@@ -139,6 +205,8 @@ def test_images_are_trained_evaluated_drawn_and_completed(tmp_path: Path) -> Non
     assert drawn.returncode == 0, drawn.stderr
     assert Image.open(tmp_path / "new-3.png").size == (8, 8)
     assert Image.open(tmp_path / "new.png").size == (20, 20)  # the contact sheet
+    assert drawn.stdout.splitlines()[-1] == str(tmp_path / "new.png")
+    assert "give one" in run("generate", folder, "--keep", "5", "--out", str(tmp_path / "x.png")).stderr
     options = ("--prompt-file", str(source / "00.png"), "--keep", "5", "--out", str(tmp_path / "rest.png"))
     assert run("generate", folder, *options).returncode == 0
     completed = np.asarray(Image.open(tmp_path / "rest.png"))

@@ -71,9 +71,8 @@ def plain_fold(notes: list[list[Any]], pedal: list[tuple[float, bool]]) -> list[
 def test_the_pedal_is_folded_as_it_is_played(notes: list[Any], pedal: list[Any]) -> None:
     start, length, pitch = np.array(notes).T
     given_notes = Notes(start * 1.0, (start + length) * 1.0, pitch, np.arange(len(notes)))
-    folded = fold_pedal(
-        given_notes, np.array([t for t, _ in pedal], float), np.array([d for _, d in pedal], bool)
-    )
+    times, down = np.array([t for t, _ in pedal], float), np.array([d for _, d in pedal], bool)
+    folded = fold_pedal(given_notes, times, down, float(np.append(times, given_notes.end).max()))
     rows = [[float(s), float(s + n), p, i] for i, (s, n, p) in enumerate(notes)]
     slow = plain_fold(rows, [(float(t), d) for t, d in pedal]) if pedal else rows
     fast = sorted(zip(folded.velocity.tolist(), folded.start.tolist(), folded.end.tolist(), strict=True))
@@ -140,7 +139,7 @@ def test_any_events_decode_to_notes_that_can_be_played(events: np.ndarray) -> No
 
 
 @settings(max_examples=200, deadline=None)
-@given(events=EVENT_LISTS, semitones=st.integers(-12, 12))
+@given(events=EVENT_LISTS, semitones=st.integers(-24, 24))
 def test_transposing_moves_pitches_only(events: np.ndarray, semitones: int) -> None:
     tokens = np.concatenate(([BOS], events + FIRST))
     moved = transposed(tokens, semitones)
@@ -149,6 +148,8 @@ def test_transposing_moves_pitches_only(events: np.ndarray, semitones: int) -> N
     assert np.array_equal(after[before >= 256], before[before >= 256])
     assert np.array_equal(after[before < 256] // 128, before[before < 256] // 128)
     assert ((after - before - semitones)[before < 256] % 12 == 0).all()
+    inside = (before < 256) & (before % 128 + semitones >= 0) & (before % 128 + semitones < 128)
+    assert ((after - before)[inside] == semitones).all()
 
 
 def test_stretching_multiplies_times() -> None:
@@ -159,7 +160,36 @@ def test_stretching_multiplies_times() -> None:
         slower = decode(stretched(tokens, factor)[1:] - FIRST)
         assert np.abs(slower.start - notes.start * factor).max() <= 1
         assert np.array_equal(slower.pitch, notes.pitch)
+        # As the encoder would have it: only whole seconds stand before another shift.
+        events = stretched(tokens, factor)[1:] - FIRST
+        shift = (events >= 256) & (events < 356)
+        assert (events[:-1][shift[:-1] & shift[1:]] == 355).all()
     assert stretched(tokens[:1], 1.5).tolist() == [BOS]
+
+
+def test_the_pedal_holds_notes_until_the_piece_ends_in_another_track(tmp_path: Path) -> None:
+    import symusic
+
+    score = symusic.Score(100)
+    score.tempos.append(symusic.Tempo(0, 60.0))
+    for start, end, pitch in ((0, 25, 60), (400, 500, 72)):
+        track = symusic.Track(str(pitch), 0, False)
+        track.notes.append(symusic.Note(start, end - start, pitch, 80))
+        score.tracks.append(track)
+    score.tracks[0].controls.append(symusic.ControlChange(0, 64, 127))
+    score.dump_midi(str(tmp_path / "a.mid"))
+    notes = midi.read_midi(tmp_path / "a.mid")
+    assert sorted(zip(notes.pitch.tolist(), notes.end.tolist(), strict=True)) == [(60, 5.0), (72, 5.0)]
+
+
+def test_a_piece_of_years_is_refused(tmp_path: Path) -> None:
+    late = b"\xff\xff\xff\x7f"  # ticks, the most that there can be
+    events = b"\x00\x90\x3c\x40" + late + b"\x80\x3c\x00\x00\xff\x2f\x00"
+    for ticks, words in ((1, "more than a day"), (480, "more than a day"), (0, "no ticks")):
+        head = b"MThd\x00\x00\x00\x06\x00\x00\x00\x01" + ticks.to_bytes(2, "big")
+        (tmp_path / "a.mid").write_bytes(head + b"MTrk" + len(events).to_bytes(4, "big") + events)
+        with pytest.raises(ValueError, match=words):
+            encode_midi(tmp_path / "a.mid")
 
 
 def folder_of_pieces(folder: Path, count: int = 12) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
 from perceiver_ar import midi, tasks
@@ -18,6 +19,7 @@ from perceiver_ar.data import collate
 from perceiver_ar.evaluation import windows
 from perceiver_ar.run import open_source
 from perceiver_ar.tasks.base import BOS, FIRST
+from tests.test_audio import save_codec
 from tests.test_music import piece
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +53,16 @@ def make_image(folder: Path) -> list[str]:
     return ["--size", "8"]
 
 
+def make_audio(folder: Path) -> list[str]:
+    for index in range(8):
+        tone = np.sin(np.arange(4000) / (5 + index)) * 0.5
+        soundfile.write(folder / f"{index}.wav", tone, 3200)
+    save_codec("dac", folder.parent / "codec")
+    return ["--codec", "dac", "--weights", str(folder.parent / "codec"), "--levels", "3"]
+
+
 MAKERS = {
+    "audio": (make_audio, "soundstream-8k-12kbps", ".wav"),
     "text": (make_text, "pg19-2k", ".txt"),
     "tokens": (make_tokens, "tiny", ".npy"),
     "music": (make_music, "maestro-v3", ".mid"),
@@ -99,6 +110,11 @@ def test_a_task_goes_through_the_same_commands(tmp_path: Path, name: str) -> Non
     drawn = json.loads(command("generate", run, "--tokens", "12", "--out", str(out), "--json"))
     assert len(drawn["samples"][0]["tokens"]) <= 12
     assert min(drawn["samples"][0]["tokens"]) >= (1 if source.task.ends else FIRST)
+    # Whatever a model may draw, sense or not, can be written.
+    for seed in range(20):
+        nonsense = np.random.default_rng(seed).integers(FIRST, source.stores[0].vocab_size, 5 * seed)
+        source.task.save(np.concatenate(([BOS], nonsense)), out)
+    command("generate", run, "--tokens", "60", "--out", str(out))
     # What was written can be gone on from.
     command("generate", run, "--prompt-file", str(out), "--keep", "1", "--tokens", "3", "--out", str(out))
 
@@ -127,6 +143,7 @@ def test_the_example_of_a_new_task_works(
         cli.main()
     printed = capsys.readouterr().out
     assert "train: 3 documents, 903 tokens" in printed
+    assert "validation: 1 documents, 301 tokens" in printed
     assert "bits_per_base" in printed
     last = printed.splitlines()[-1]
     assert last.startswith("ACGT")

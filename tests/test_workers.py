@@ -65,3 +65,14 @@ def note(folder: str) -> None:
     """Says that it runs, and works on for a second."""
     (Path(folder) / str(os.getpid())).touch()
     time.sleep(1)
+
+
+def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "from perceiver_ar.workers import each\nprint('once')\n"
+        "from os.path import basename\nprint([done.value for done in each(basename, ['a/b'], workers=1)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "a.py")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "once\n['b']\n"

@@ -27,10 +27,14 @@ def get(name: str, options: dict[str, Any] | None = None) -> Task:
 
 def preparer(name: str) -> Callable[..., Store]:
     """What makes a store for the task of that name."""
-    known = [task for task in sorted(_TASKS) if hasattr(_module(task), "prepare")]
-    if name not in known:
-        raise ValueError(unknown("task that needs preparing", name, known))
+    if name not in prepared():
+        raise ValueError(unknown("task that needs preparing", name, prepared()))
     return _module(name).prepare
+
+
+def prepared() -> list[str]:
+    """The tasks whose tokens are made from files."""
+    return [task for task in sorted(_TASKS) if hasattr(_module(task), "prepare")]
 
 
 def _module(name: str) -> Any:

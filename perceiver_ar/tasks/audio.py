@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from perceiver_ar import codecs
 from perceiver_ar.codecs import HUB, Codec, Codes, Kind, Lyra
+from perceiver_ar.extras import need
 from perceiver_ar.report import readable
 from perceiver_ar.sealed import Damaged
 from perceiver_ar.sound import SOUNDS, read_sound, write_spectrogram, write_wav
@@ -181,6 +182,8 @@ def prepare(
         workers: Processes. Default: as many as there are cores.
     """
     check_new(out)
+    for module in ("soundfile", "soxr"):
+        need(module, "audio")
     splits = recordings(source, SOUNDS, "audio_filename", Shares(validation, test))
     weights = weights or HUB.get(codec)
     if weights is None:

@@ -113,8 +113,9 @@ class Task(Config):
         assert spell is not None
         path.write_text("".join(map(spell, tokens.tolist())).strip() + "\n")
 
-    def save_all(self, samples: list[Tokens], path: Path) -> None:
-        """Several samples in one file, beside a file for each, where the task has such a thing."""
+    def save_all(self, samples: list[Tokens], path: Path) -> bool:
+        """Writes several samples to one file, beside a file for each, if the task has such a thing."""
+        return False
 
     def show(self, truth: Tokens, predicted: Tokens) -> str | None:
         """A few predicted tokens beside the true ones, for a person to see; None if that says nothing."""

@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from perceiver_ar.config import ModelConfig
 from perceiver_ar.extras import need
 from perceiver_ar.report import readable
-from perceiver_ar.splits import SPLITS, Shares, draw_splits, named_split, splits_of
+from perceiver_ar.splits import SPLITS, Shares, below, by_split, divide, named_split, splits_of, top
 from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
@@ -24,6 +26,7 @@ Pixels = NDArray[np.uint8]
 SPARE = 2
 """Rows of each position table before the first pixel's; BOS has the second of them."""
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+ARRAYS = (".npy", ".npz")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class ImageTask(Task):
     """Pixels of a side."""
     order: Order = "raster"
     """raster: pixel by pixel; rgb: colour by colour."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size < 1:
+            raise ValueError(f"the size of an image must be at least 1 pixel, but is {self.size}.")
 
     @property
     def ends(self) -> bool:
@@ -100,23 +108,31 @@ class ImageTask(Task):
     def save(self, tokens: Tokens, path: Path) -> None:
         need("PIL.Image", "image").fromarray(self.decode(tokens)).save(path)
 
-    def save_all(self, samples: list[Tokens], path: Path) -> None:
+    def save_all(self, samples: list[Tokens], path: Path) -> bool:
         """A contact sheet."""
         columns = math.ceil(math.sqrt(len(samples)))
         cells = [np.pad(self.decode(tokens), ((1, 1), (1, 1), (0, 0))) for tokens in samples]
         cells += [np.zeros_like(cells[0])] * (-len(cells) % columns)
         rows = [np.concatenate(cells[i : i + columns], axis=1) for i in range(0, len(cells), columns)]
         need("PIL.Image", "image").fromarray(np.concatenate(rows)).save(path)
+        return True
 
 
 def read_picture(size: int, path: Path) -> Pixels:
-    """Pixels (size, size, 3) of a file; grey becomes RGB, another shape is cropped and resized."""
+    """Pixels (size, size, 3) of a file, upright, on white; another shape is cropped and resized."""
     image, operations = need("PIL.Image", "image"), need("PIL.ImageOps", "image")
     try:
         with image.open(path) as opened:
-            picture = opened.convert("RGB")
+            picture = operations.exif_transpose(opened)
+            if picture.mode == "F":
+                raise ValueError("its pixels are no whole numbers")
+            if picture.mode.startswith("I"):  # 16 bits of grey
+                picture = image.fromarray((np.asarray(picture).clip(0, 65_535) // 257).astype(np.uint8))
+            rgba = picture.convert("RGBA")
+            white = image.new("RGBA", rgba.size, "white")
+            picture = image.alpha_composite(white, rgba).convert("RGB")
     except Exception as error:  # of every kind, on damaged files
-        raise ValueError(f"not a picture that can be read ({error})") from None
+        raise ValueError(f"{path} is not a picture that can be read: {error}") from None
     if picture.size != (size, size):
         picture = operations.fit(picture, (size, size), image.Resampling.LANCZOS)
     return np.asarray(picture)
@@ -146,26 +162,27 @@ def prepare(
         workers: Processes. Default: as many as there are cores.
     """
     check_new(out)
+    need("PIL.Image", "image")
     task, shares = ImageTask(size, order), Shares(validation, test)
-    unpacked = out.with_name(f".{out.name}.source")
-    source = _unpack(source, unpacked)
-    arrays = sorted(
-        p for p in ([source] if source.is_file() else source.rglob("*")) if p.suffix in (".npy", ".npz")
-    )
-    if arrays:
-        splits = _from_arrays(arrays, task, source, shares)
-    else:
-        splits = _from_pictures(source, task, shares, workers, unpacked)
-    store = write_store(out, splits, 256 + FIRST, "image", task.to_dict())
-    shutil.rmtree(unpacked, ignore_errors=True)
-    return store
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        source = _unpack(source, Path(scratch) / "unpacked")
+        pictures = below(source, PICTURES) if source.is_dir() else []
+        if pictures:
+            pixels = Path(scratch) / "pixels.npy"
+            splits = _from_pictures(pictures, source, task, shares, workers, pixels)
+        else:
+            splits = _from_arrays(source, task, shares)
+        return write_store(out, splits, 256 + FIRST, "image", task.to_dict())
 
 
 def _unpack(source: Path, unpacked: Path) -> Path:
-    """A folder with what an archive holds."""
+    """The folder of the images, perhaps out of an archive, or the array file that was given."""
     if not source.exists():
         raise ValueError(f"{source} does not exist.")
-    if source.is_dir() or source.suffix in (".npy", ".npz"):
+    if source.is_dir():
+        return top(source)
+    if source.suffix in ARRAYS:
         return source
     try:
         if source.suffix == ".zip":
@@ -176,67 +193,74 @@ def _unpack(source: Path, unpacked: Path) -> Path:
         raise ValueError(
             f"{source} is neither a folder, an array nor an archive that can be read: {error}"
         ) from None
-    return unpacked
+    return top(unpacked)
 
 
 def _from_pictures(
-    source: Path, task: ImageTask, shares: Shares, workers: int | None, scratch: Path
+    files: list[Path], source: Path, task: ImageTask, shares: Shares, workers: int | None, scratch: Path
 ) -> dict[str, Iterator[Tokens]]:
     """Read on all cores into one array on disk; what cannot be read is named and left out."""
-    files = sorted(p for p in source.rglob("*") if p.suffix.lower() in PICTURES)
-    if not files:
-        raise ValueError(f"{source} holds no pictures ({', '.join(PICTURES)}), no .npy and no .npz.")
-    scratch.mkdir(parents=True, exist_ok=True)
     shape = (len(files), task.size, task.size, 3)
-    pixels: Any = np.lib.format.open_memmap(scratch / "pixels.npy", "w+", np.uint8, shape)
+    pixels: Any = np.lib.format.open_memmap(scratch, "w+", np.uint8, shape)
     numbers = {path: index for index, path in enumerate(files)}
-    named: dict[str, list[tuple[Any, int]]] = {split: [] for split in SPLITS}
-    splits = splits_of(files, source, shares)
+    splits = dict(zip(files, splits_of(files, source, shares), strict=True))
+    read = set()
     for path, picture in readable(partial(read_picture, task.size), files, workers):
         pixels[numbers[path]] = picture
-        named[splits[numbers[path]]].append((pixels, numbers[path]))
-    if not any(named.values()):
+        read.add(path)
+    if not read:
         raise ValueError(f"{source} holds no picture that can be read.")
-    return _encoded(
-        task, {split: sorted(images, key=lambda image: image[1]) for split, images in named.items()}
-    )
-
-
-def _encoded(task: ImageTask, chosen: dict[str, list[tuple[Any, int]]]) -> dict[str, Iterator[Tokens]]:
-    """The images of each split that has any, one at a time."""
     return {
-        split: (task.encode(array[index]) for array, index in images)
-        for split, images in chosen.items()
-        if images
+        split: (task.encode(pixels[numbers[path]]) for path in chosen)
+        for split, chosen in by_split(splits, read).items()
     }
 
 
-def _from_arrays(
-    paths: list[Path], task: ImageTask, source: Path, shares: Shares
-) -> dict[str, Iterator[Tokens]]:
-    images = [(path, _load(path, task.size)) for path in paths]
-    drawn = iter(draw_splits(sum(len(array) for _, array in images), shares))
-    splits: dict[str, list[tuple[Any, int]]] = {name: [] for name in SPLITS}
-    for path, array in images:
-        given = named_split(path.relative_to(source).parts[0]) if source.is_dir() else None
-        for index in range(len(array)):
-            split = next(drawn)
-            splits[given or split].append((array, index))
-    return _encoded(task, splits)
+def _from_arrays(source: Path, task: ImageTask, shares: Shares) -> dict[str, Iterator[Tokens]]:
+    """Array files, one in memory at a time; those that hold no such images are named and left out."""
+    paths = [source] if source.is_file() else below(source, ARRAYS)
+    if not paths:
+        raise ValueError(f"{source} holds no pictures ({', '.join(PICTURES)}), no .npy and no .npz.")
+    counts = {}
+    for path in paths:
+        try:
+            counts[path] = len(_load(path, task.size))
+        except ValueError as error:
+            if len(paths) == 1:
+                raise
+            print(f"skipped {error}", file=sys.stderr)
+    if not sum(counts.values()):
+        raise ValueError(f"{source} holds no images.")
+    named = [
+        None if source.is_file() else named_split(path.relative_to(source).parts[0])
+        for path, count in counts.items()
+        for _ in range(count)
+    ]
+    splits = np.array(divide(named, shares))
+    return {split: _chosen(task, counts, splits == split) for split in SPLITS if split in splits}
+
+
+def _chosen(task: ImageTask, counts: dict[Path, int], which: NDArray[np.bool_]) -> Iterator[Tokens]:
+    """Of all images of these files, one after the other, those that are chosen."""
+    for path, mask in zip(counts, np.split(which, np.cumsum([*counts.values()])[:-1]), strict=True):
+        if mask.any():
+            images = _load(path, task.size)
+            yield from (task.encode(images[index]) for index in np.flatnonzero(mask))
 
 
 def _load(path: Path, size: int) -> Any:
     """Images (N, size, size, 3) of an array file."""
     try:
         opened: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+        arrays = [opened] if path.suffix == ".npy" else [opened[name] for name in opened.files]
     except Exception as error:  # of every kind, on damaged files
         raise ValueError(f"{path} is not an array of numbers that can be read: {error}") from None
-    array = opened if path.suffix == ".npy" else opened["data" if "data" in opened else opened.files[0]]
-    if array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == 3 * size**2:
-        return array.reshape(-1, 3, size, size).transpose(0, 2, 3, 1)
-    if array.dtype != np.uint8 or array.shape[1:] != (size, size, 3):
-        raise ValueError(
-            f"{path} holds {array.dtype} of shape {array.shape}, not uint8 of shape (N, {size}, {size}, 3) "
-            f"or (N, {3 * size**2}): set --size."
-        )
-    return array
+    for array in arrays:
+        if array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == 3 * size**2:
+            return array.reshape(-1, 3, size, size).transpose(0, 2, 3, 1)
+        if array.dtype == np.uint8 and array.shape[1:] == (size, size, 3):
+            return array
+    held = " and ".join(f"{array.dtype} of shape {array.shape}" for array in arrays) or "nothing"
+    raise ValueError(
+        f"{path} holds {held}, not uint8 of shape (N, {size}, {size}, 3) or (N, {3 * size**2}): set --size."
+    )

@@ -1,5 +1,7 @@
 """Symbolic music: MIDI files as performance events."""
 
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -8,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar import midi
+from perceiver_ar.extras import need
 from perceiver_ar.midi import EVENTS, NOTE_OFF, SHIFT, STEPS, VELOCITY, encode_midi
 from perceiver_ar.report import readable
 from perceiver_ar.splits import Shares, by_split, recordings
@@ -53,6 +56,8 @@ class MusicTask(Task):
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
         """Of a MIDI file, perhaps only the first seconds."""
         events = _events(path)
+        if keep is not None and keep < 0:
+            raise ValueError(f"--keep must be at least 0 seconds, but is {keep}.")
         if keep is not None:
             steps = np.cumsum(np.where(_is_shift(events), events.astype(np.int64) - SHIFT + 1, 0))
             events = events[steps <= keep * STEPS]
@@ -88,27 +93,28 @@ def _is_shift(events: Tokens) -> NDArray[np.bool_]:
 
 
 def transposed(tokens: Tokens, semitones: int) -> Tokens:
-    """All pitches moved; by an octave less where they would leave the keyboard's 128."""
+    """All pitches moved; those that would leave the 128 by some octaves less."""
     events = tokens.astype(np.int64) - FIRST
     of_note = (events >= 0) & (events < SHIFT)
     pitch = events % NOTE_OFF + semitones
-    pitch += 12 * (pitch < 0) - 12 * (pitch >= NOTE_OFF)
+    pitch += 12 * (np.maximum(-pitch + 11, 0) // 12)
+    pitch -= 12 * (np.maximum(pitch - NOTE_OFF + 12, 0) // 12)
     return np.where(of_note, events // NOTE_OFF * NOTE_OFF + pitch + FIRST, tokens)
 
 
 def stretched(tokens: Tokens, factor: float) -> Tokens:
-    """All times multiplied; what is rounded away is made up for by the next shift."""
+    """All times multiplied, and written in as few shifts as they need."""
     events = tokens.astype(np.int64) - FIRST
     shift = _is_shift(events)
-    wanted = np.round(np.cumsum(events[shift] - SHIFT + 1) * factor).astype(np.int64)
-    steps = np.diff(wanted, prepend=0)
-    counts = np.ones(len(tokens), dtype=np.int64)
-    counts[shift] = (steps + STEPS - 1) // STEPS  # a long one becomes two, a vanishing one none
-    out = np.repeat(events, counts)
-    out[np.repeat(shift, counts)] = SHIFT + STEPS - 1
-    last = (np.cumsum(counts) - 1)[shift][steps > 0]
-    out[last] = SHIFT + (steps[steps > 0] - 1) % STEPS
-    return out + FIRST
+    passed = np.cumsum(np.where(shift, events - SHIFT + 1, 0))
+    # Before each other event, and at the end, stand the steps since the last.
+    wanted = np.round(np.append(passed[~shift], passed[-1]) * factor).astype(np.int64)
+    gap = np.diff(wanted, prepend=0)
+    ends = np.cumsum((gap + STEPS - 1) // STEPS + 1)
+    out = np.full(int(ends[-1]), SHIFT + STEPS - 1)
+    out[ends[gap > 0] - 2] = SHIFT + (gap[gap > 0] - 1) % STEPS
+    out[ends[:-1] - 1] = events[~shift]
+    return out[:-1] + FIRST
 
 
 def prepare(
@@ -134,12 +140,13 @@ def prepare(
         workers: Processes. Default: as many as there are cores.
     """
     check_new(out)
+    need("symusic", "music")
     splits = recordings(source, (".mid", ".midi"), "midi_filename", Shares(validation, test))
-    pieces = {
-        path: _stored(events)
-        for path, events in readable(encode_midi, splits, workers)
-        if min_events <= len(events) and (max_events is None or len(events) <= max_events)
-    }
+    read = dict(readable(encode_midi, splits, workers))
+    longest = math.inf if max_events is None else max_events
+    pieces = {path: _stored(events) for path, events in read.items() if min_events <= len(events) <= longest}
+    if len(pieces) < len(read):
+        print(f"{len(read) - len(pieces)} pieces of other lengths were left out.", file=sys.stderr)
     if not pieces:
         raise ValueError(f"{source} holds no piece that can be used.")
     chosen = by_split(splits, pieces).items()
