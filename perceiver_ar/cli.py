@@ -41,6 +41,31 @@ def show_presets(as_json: Json = False) -> None:
     Console().print(table)
 
 
+@app.command(name="download")
+def download(
+    name: Annotated[str | None, tyro.conf.Positional] = None,
+    folder: Annotated[Path | None, tyro.conf.Positional] = None,
+) -> None:
+    """Fetch a data set of the paper: `perceiver-ar download` lists them.
+
+    Interrupted, it goes on where it was when it is started again.
+
+    Args:
+        name: Which one.
+        folder: New folder for it.
+    """
+    from perceiver_ar import datasets
+
+    if name is None:
+        for known, dataset in datasets.DATASETS.items():
+            print(f"{known:17} {dataset.about}\n{'':17} {dataset.licence}")
+        return
+    if folder is None:
+        raise ValueError(f"where to? perceiver-ar download {name} DIR")
+    datasets.download(name, folder)
+    print(f"{folder} is there. Next: {datasets.DATASETS[name].prepare.replace('DIR', str(folder))}")
+
+
 @app.command(name="prepare")
 def prepare(task: Annotated[str, tyro.conf.Positional]) -> None:
     """Turn raw files into a token store: `perceiver-ar prepare TASK --help`."""

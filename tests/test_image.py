@@ -172,7 +172,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         ("empty", "holds no pictures"),
         ("floats.npy", r"holds float64 of shape \(2, 8, 8, 3\), not uint8"),
         ("cut.npz", "cut.npz is not an array of numbers"),
-        ("x.txt", "neither a folder, an array nor an archive"),
+        ("x.txt", "x.txt is not an archive that can be unpacked"),
         ("flipped.npz", "flipped.npz is not an array of numbers"),
         ("nothing.npz", "nothing.npz holds nothing, not uint8"),
         ("none.npy", "holds no images"),

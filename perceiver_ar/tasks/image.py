@@ -1,7 +1,6 @@
 """Images: the bytes of square RGB pictures, in one of two orders, with their row, column and colour."""
 
 import math
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from perceiver_ar.config import ModelConfig
 from perceiver_ar.extras import need
+from perceiver_ar.fetching import unpack
 from perceiver_ar.report import readable
 from perceiver_ar.splits import SPLITS, Shares, below, by_split, divide, named_split, splits_of, top
 from perceiver_ar.store import Store, check_new, write_store
@@ -184,15 +184,7 @@ def _unpack(source: Path, unpacked: Path) -> Path:
         return top(source)
     if source.suffix in ARRAYS:
         return source
-    try:
-        if source.suffix == ".zip":
-            shutil.unpack_archive(source, unpacked)
-        else:
-            shutil.unpack_archive(source, unpacked, filter="data")
-    except Exception as error:  # of every kind, on damaged archives
-        raise ValueError(
-            f"{source} is neither a folder, an array nor an archive that can be read: {error}"
-        ) from None
+    unpack(source, unpacked)
     return top(unpacked)
 
 

@@ -1,0 +1,221 @@
+"""Data sets of the paper by name: where they are, what may be done with them, and how they are fetched."""
+
+import base64
+import json
+import shutil
+import sys
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perceiver_ar.config import unknown
+from perceiver_ar.fetching import TIMEOUT, File, fetch, unpack
+from perceiver_ar.report import progress_bar
+from perceiver_ar.splits import SPLITS
+from perceiver_ar.store import check_new
+
+AT_ONCE = 8
+"""Files that are fetched at the same time."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Archives, which are unpacked, or a list of files."""
+
+    about: str
+    licence: str
+    prepare: str
+    """How a store is made of it."""
+    files: Callable[[], list[File]]
+    archives: bool = True
+    flat: bool = False
+    """Put all that the archives hold in one folder."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """So that the names say which split a file is."""
+
+
+def _archive(url: str, size: int, sha256: str) -> File:
+    return File(url, url.rsplit("/", 1)[1], size, f"sha256:{sha256}")
+
+
+def _maestro(version: int, kind: str, size: int, sha256: str) -> Dataset:
+    place = f"https://storage.googleapis.com/magentadata/datasets/maestro/v{version}.0.0"
+    url = f"{place}/maestro-v{version}.0.0{'-midi' if kind == 'music' else ''}.zip"
+    what = "MIDI" if kind == "music" else "recordings and MIDI"
+    return Dataset(
+        f"MAESTRO v{version}.0.0, {what} of piano competitions (Google Magenta)",
+        "CC BY-NC-SA 4.0: not for commercial use",
+        f"perceiver-ar prepare {kind} DIR --out store",
+        lambda: [_archive(url, size, sha256)],
+    )
+
+
+BOOKS = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
+
+
+def _books() -> list[File]:
+    """Every book of PG-19, with the checksums that its bucket gives."""
+    try:
+        return [file for split in SPLITS for file in _listed(BOOKS, f"{split}/")]
+    except OSError as error:
+        raise ValueError(f"the list of books at {BOOKS} cannot be had: {error}") from None
+
+
+def _listed(listing: str, prefix: str) -> Iterator[File]:
+    page: str | None = ""
+    while page is not None:
+        query = urllib.parse.urlencode({"prefix": prefix, "pageToken": page} if page else {"prefix": prefix})
+        with urllib.request.urlopen(f"{listing}?{query}", timeout=TIMEOUT) as answer:
+            found = json.load(answer)
+        for item in found.get("items", []):
+            md5 = base64.b64decode(item["md5Hash"]).hex()
+            if not item["name"].endswith("/"):
+                yield File(item["mediaLink"], item["name"], int(item["size"]), f"md5:{md5}")
+        page = found.get("nextPageToken")
+
+
+_SMALL = "https://image-net.org/data/downsample"
+DATASETS = {
+    "enwik8": Dataset(
+        "enwik8, the first 100 MB of Wikipedia in 2006 (Matt Mahoney)",
+        "CC BY-SA and GFDL, as Wikipedia's text",
+        "perceiver-ar prepare text DIR --out store --validation 0.05 --test 0.05",
+        lambda: [
+            _archive(
+                "https://mattmahoney.net/dc/enwik8.zip",
+                36_445_475,
+                "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+            )
+        ],
+    ),
+    "imagenet64": Dataset(
+        "Downsampled ImageNet, 64 x 64, as arrays (Chrabaszcz et al.)",
+        "ImageNet's terms of access: for research and education, not for commercial use",
+        "perceiver-ar prepare image DIR --out store --size 64",
+        lambda: [
+            _archive(
+                f"{_SMALL}/Imagenet64_train_part1_npz.zip",
+                6_783_426_789,
+                "9422dc1dc5d092e9814a70a1cb7fc74880d2db5d88a0cb8a34ee363b12bde3f1",
+            ),
+            _archive(
+                f"{_SMALL}/Imagenet64_train_part2_npz.zip",
+                6_780_506_068,
+                "9fafc115afb7e6c301e66dc16b2d737152b427bd5dab26e1293487a6819c7f30",
+            ),
+            _archive(
+                f"{_SMALL}/Imagenet64_val_npz.zip",
+                529_522_927,
+                "e1e75133158a1924135a9c6f97a80d2d237b158945e0b34074e58e6c8430eeb8",
+            ),
+        ],
+        flat=True,
+    ),
+    "maestro-v1": _maestro(
+        1, "music", 46_579_421, "f620f9e1eceaab8beea10617599add2e9c83234199b550382a2f603098ae7135"
+    ),
+    "maestro-v1-audio": _maestro(
+        1, "audio", 87_000_000_000, "97471232457147d5bffa72db8c4897166ba52afd4a64197004b806c2ec85ad27"
+    ),
+    "maestro-v3": _maestro(
+        3, "music", 58_416_533, "70470ee253295c8d2c71e6d9d4a815189e35c89624b76d22fce5a019d5dde12c"
+    ),
+    "maestro-v3-audio": _maestro(
+        3, "audio", 108_445_099_632, "6680fea5be2339ea15091a249fbd70e49551246ddbd5ca50f1b2352c08c95291"
+    ),
+    "pg19": Dataset(
+        "PG-19, 28,752 books of Project Gutenberg from before 1919 (DeepMind)",
+        "Apache-2.0; the books are in the public domain in the United States",
+        "perceiver-ar prepare text DIR --out store --tokenizer unigram",
+        _books,
+        archives=False,
+    ),
+    "wikitext103": Dataset(
+        "Wikitext-103, articles of Wikipedia in words (Merity et al.)",
+        "CC BY-SA 3.0",
+        "perceiver-ar prepare text DIR --out store --tokenizer words",
+        lambda: [
+            _archive(
+                "https://wikitext.smerity.com/wikitext-103-v1.zip",
+                190_000_000,
+                "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+            )
+        ],
+        flat=True,
+        renamed={
+            "wiki.train.tokens": "train.tokens",
+            "wiki.valid.tokens": "validation.tokens",
+            "wiki.test.tokens": "test.tokens",
+        },
+    ),
+}
+
+
+def download(name: str, folder: Path) -> Path:
+    """Fetches a data set into a new folder, which is there once all of it is."""
+    if name not in DATASETS:
+        raise ValueError(unknown("data set", name, sorted(DATASETS)))
+    check_new(folder)
+    dataset = DATASETS[name]
+    print(f"{dataset.about}. Licence: {dataset.licence}.", file=sys.stderr)
+    files = dataset.files()
+    size = sum(file.size for file in files)
+    work = folder.with_name(f".{folder.name}.{name}.partial")
+    work.mkdir(parents=True, exist_ok=True)
+    here = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+    needed = size * (2.2 if dataset.archives else 1) - here  # archives are unpacked beside themselves
+    if shutil.disk_usage(work).free < needed:
+        raise ValueError(f"there is too little room for {folder}: it needs {needed / 1e9:.1f} GB.")
+    print(f"{size / 1e6:,.0f} MB in {len(files):,} files, for {folder}", file=sys.stderr)
+    _fetch_all(files, work / "files", size)
+    whole = _unpack_all(files, work, dataset) if dataset.archives else work / "files"
+    whole.rename(folder)
+    shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+class _Stop(Exception):
+    """Ends a thread."""
+
+
+def _fetch_all(files: list[File], folder: Path, size: int) -> None:
+    """Several at a time; the first that fails, and Ctrl-C, end all."""
+    done, lock, stopping = 0, threading.Lock(), threading.Event()
+
+    def progress(count: int) -> None:
+        nonlocal done
+        if stopping.is_set():
+            raise _Stop
+        with lock:
+            done += count
+            moved(done, size)
+
+    with progress_bar(True, "fetching") as moved, ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            for waiting in [pool.submit(fetch, file, folder, progress) for file in files]:
+                waiting.result()
+        except BaseException:
+            stopping.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _unpack_all(files: list[File], work: Path, dataset: Dataset) -> Path:
+    """What the archives hold, in a folder that no attempt before has left half full."""
+    unpacked = work / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    for file in files:
+        unpack(work / "files" / file.name, unpacked)
+    if not dataset.flat:
+        return unpacked
+    flat = work / "flat"
+    shutil.rmtree(flat, ignore_errors=True)
+    flat.mkdir()
+    for path in unpacked.rglob("*"):
+        if path.is_file():
+            path.rename(flat / dataset.renamed.get(path.name, path.name))
+    return flat
