@@ -118,7 +118,10 @@ def maestro(name: str) -> Experiment:
 
 
 def piano(name: str) -> Experiment:
-    """Section 5.7, appendix F.8: 10,000 hours of transcribed piano (private data)."""
+    """Section 5.7, appendix F.8: 10,000 hours of transcribed piano (private data).
+
+    Its pieces have 1,024 to 32,768 events: `prepare music --min-events 1024 --max-events 32768`.
+    """
     model = _common(
         vocab_size=EVENTS,
         context=32_768,
