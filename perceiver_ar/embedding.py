@@ -48,6 +48,12 @@ class InputEmbedding(nn.Module):
         elif config.positions in ("learned", "axial"):
             self.positions = LearnedPositions(config.axes or (config.context,), width)
 
+    @property
+    def table(self) -> Tensor | None:
+        """The vectors of all tokens (V, E), where a token's is the same wherever it stands."""
+        plain = self.positions is None and isinstance(self.tokens, Embedding)
+        return self.tokens.weight if plain else None
+
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         # (B, M), (B or 1, M, A) -> (B, M, E)
         x = self.tokens(tokens)

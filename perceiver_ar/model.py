@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from perceiver_ar.attention import Rotation, attend, rotate, rotation
 from perceiver_ar.config import ModelConfig
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
-from perceiver_ar.layers import Linear, Vectors
+from perceiver_ar.layers import Linear, Vectors, look_up
 from perceiver_ar.pretrained import Pretrained
 
 Turns = tuple[Rotation | None, Rotation | None]
@@ -66,24 +66,35 @@ class Block(nn.Module):
         turns: Turns,
         visible: Tensor | None,
         own: bool = False,
+        tokens: Tensor | None = None,
     ) -> Tensor:
-        q, k, v = self.project(z, inputs, turns)
+        q, k, v = self.project(z, inputs, turns, tokens)
         return self.update(z, attend(q, k, v, visible, own))
 
-    def project(self, z: Tensor, inputs: Tensor | None, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, z: Tensor, inputs: Tensor | None, turns: Turns, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the latents (B, N, C); keys and values of the inputs (B, M, E) or the latents."""
         latents = self.norm(z)
         source = latents if inputs is None else inputs
-        return self.ask(latents, turns[0]), *self.keys_values(source, turns[1])
+        return self.ask(latents, turns[0]), *self.keys_values(source, turns[1], tokens)
 
     def ask(self, latents: Tensor, turn: Rotation | None) -> Tensor:
         """Queries of the latents behind their layer norm."""
         return self._heads(self.query(latents), turn)
 
-    def keys_values(self, inputs: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Those of the inputs; in a self-attend, of the latents behind their layer norm."""
+    def keys_values(
+        self, inputs: Tensor, turn: Rotation | None, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Those of the inputs; in a self-attend, of the latents behind their layer norm.
+
+        Given tokens (B, M), inputs are the vectors (V, E) of all there are: each is projected once.
+        """
         source = inputs if self.input_norm is None else self.input_norm(inputs)
-        return self._heads(self.key(source), turn), self._heads(self.value(source), None)
+        k, v = self.key(source), self.value(source)
+        if tokens is not None:
+            k, v = look_up(k, tokens), look_up(v, tokens)
+        return self._heads(k, turn), self._heads(v, None)
 
     def _heads(self, x: Tensor, turn: Rotation | None) -> Tensor:
         x = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, T, H * K) -> (B, H, T, K)
@@ -239,10 +250,15 @@ class PerceiverAR(Pretrained):
                 tokens, positions, visible = _keep_some(tokens, positions, visible, count, keep)
             visible = _hide_last(visible, tokens, count, config.cross_dropout)
 
-        inputs = self.embedding(tokens, positions)  # (B, M, E)
-        z = self.queries(inputs[:, -count:], latent_numbers(count, lengths, tokens.device))
+        inputs, of_table = self.embedding.table, tokens
+        if inputs is None or 2 * len(inputs) > tokens.numel():
+            inputs, of_table = self.embedding(tokens, positions), None  # (B, M, E)
+            last = inputs[:, -count:]
+        else:
+            last = self.embedding(tokens[:, -count:], latents_positions)
+        z = self.queries(last, latent_numbers(count, lengths, tokens.device))
         turns = self.cross_turn(latents_positions), self.cross_turn(positions)
-        z = self._run(self.cross_attend, z, inputs, turns, visible)
+        z = self._run(self.cross_attend, z, inputs, turns, visible, False, of_table)
         turn = self.self_turn(latents_positions)
         for block in self.self_attends:
             z = self._run(block, z, None, (turn, turn), latents_visible, drop_latents)

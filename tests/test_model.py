@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 import perceiver_ar.model as model_module
 from perceiver_ar.config import ModelConfig, Positions, Queries
+from perceiver_ar.embedding import InputEmbedding
+from perceiver_ar.layers import look_up
 from perceiver_ar.model import PerceiverAR, parameter_count
 
 B, M, N, V = 2, 12, 5, 30
@@ -228,7 +231,7 @@ def test_cross_attend_dropout_equals_hiding_the_same_inputs(monkeypatch: pytest.
 
 
 def test_inputs_that_cross_attend_dropout_drops_are_never_embedded() -> None:
-    model = make(context=400, latents=20, cross_dropout=0.9).train()
+    model = make(context=400, latents=20, cross_dropout=0.9, positions="sinusoidal").train()
     seen: list[int] = []
     model.embedding.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     tokens, _ = draw(model, length=400)
@@ -419,3 +422,40 @@ def test_131072_inputs_on_the_cpu_stay_below_4_gb() -> None:
     subprocess.run(["/bin/sh", "-c", f"exec '{sys.executable}' -c '{LONG}'"], check=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     assert peak < 4e9
+
+
+@pytest.mark.parametrize("positions", ["rotary", "none"])
+@pytest.mark.parametrize("settings", [{}, {"cross_dropout": 0.5}, {"tied": True}, {"input_channels": 24}])
+def test_keys_and_values_by_look_up_equal_projected_ones(
+    positions: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(positions=positions, context=64, **settings).double().train()
+    tokens, targets = torch.randint(V, (3, 60)), torch.randint(V, (3, N))
+
+    def results(lengths: Tensor | None) -> list[Any]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        nats = model.nats(tokens, targets, lengths=lengths)
+        nats.sum().backward()
+        return [nats, *(parameter.grad for parameter in model.parameters())]
+
+    for lengths in (None, torch.tensor([60, 3, 31])):
+        with monkeypatch.context() as patch:
+            patch.setattr(model_module, "look_up", watched := Mock(wraps=look_up))
+            found = results(lengths)
+        assert watched.call_count == 2  # keys, values
+        with monkeypatch.context() as patch:
+            patch.setattr(InputEmbedding, "table", None)
+            plain = results(lengths)
+        for a, b in zip(found, plain, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_a_look_up_on_the_gpu() -> None:
+    table = torch.randn(259, 64, device="cuda", requires_grad=True)
+    ids = torch.randint(259, (4, 5000), device="cuda")
+    weight = torch.randn(4, 5000, 64, device="cuda")
+    (look_up(table, ids) * weight).sum().backward()
+    summed = torch.zeros_like(table).index_add(0, ids.flatten(), weight.flatten(0, 1))
+    torch.testing.assert_close(table.grad, summed, atol=2e-2, rtol=1e-2)
