@@ -168,7 +168,7 @@ def _attend_flex(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: bool) ->
 
 
 def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool) -> BlockMask:
-    """The blocks that each block of queries reads: first those wholly open, then those to check."""
+    """The blocks that each block of queries reads: those wholly open, and those to be checked."""
     queries, keys = q.shape[2], k.shape[2]
     before, always = keys - queries, keys - visible.shape[1]
     # Numbers that change between compiled calls cannot be in the kernel, but tensors can.
@@ -179,20 +179,38 @@ def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool) -> BlockMask:
         shown = (j < shown_to_all) | visible[b, (j - shown_to_all).clamp(min=0)]
         return (j <= standing) & (shown | (j == standing) if own else shown)
 
-    rows, columns = math.ceil(queries / _BLOCK), math.ceil(keys / _BLOCK)
-    ends = (torch.arange(rows, device=q.device) + 1).mul(_BLOCK).clamp(max=queries) + before
-    reached = (ends + _BLOCK - 1) // _BLOCK
-    full = always // _BLOCK
-    order = torch.arange(columns, device=q.device, dtype=torch.int32).expand(1, 1, rows, columns)
+    some, all_ = _blocks_shown(visible, always)  # (B, columns)
+    first = torch.arange(0, queries, _BLOCK, device=q.device)[:, None] + before  # keys of a row's first query
+    last = (first + _BLOCK - 1).clamp(max=keys - 1)
+    starts = torch.arange(0, keys, _BLOCK, device=q.device)
+    open_ = all_[:, None] & (starts + _BLOCK - 1 <= first)  # (B, rows, columns)
+    own_block = (starts <= last) & (starts + _BLOCK > first)
+    checked = (some[:, None] | own_block if own else some[:, None]) & (starts <= last) & ~open_
+    full_counts, full_order = _listed(open_)
+    counts, order = _listed(checked)
     return BlockMask.from_kv_blocks(
-        kv_num_blocks=(reached - full).to(torch.int32)[None, None],
-        kv_indices=((order + full) % columns).contiguous(),
-        full_kv_num_blocks=torch.full((1, 1, rows), full, dtype=torch.int32, device=q.device),
-        full_kv_indices=order.contiguous(),
+        kv_num_blocks=counts,
+        kv_indices=order,
+        full_kv_num_blocks=full_counts,
+        full_kv_indices=full_order,
         BLOCK_SIZE=_BLOCK,
         mask_mod=may_see,
         seq_lengths=(queries, keys),
     )
+
+
+def _blocks_shown(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
+    """Of which blocks of keys some, and of which all, may be seen: (B, columns) each."""
+    shown = F.pad(visible, (always, 0), value=True)
+    rest = -shown.shape[1] % _BLOCK
+    some, all_ = (F.pad(shown, (0, rest), value=x).unflatten(1, (-1, _BLOCK)) for x in (False, True))
+    return some.any(-1), all_.all(-1)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the columns (B, rows, columns) are set in each row, and all, those that are first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
 def _attend_by_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,6 +97,37 @@ def test_cuda_kernels_equal_the_reference_with_gradients(shape: tuple[int, int, 
         for visible, own in masks(shape, "cuda"):
             errors = differences(attend, draw(shape, dtype, "cuda"), visible, own)
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 300, 300, 8), (2, 1, 256, 1000, 8), (3, 1, 130, 777, 8)])
+def test_flex_attention_reads_every_block_that_is_seen_and_checks_what_it_must(
+    shape: tuple[int, int, int, int, int],
+) -> None:
+    block = attention._BLOCK
+    q, k, _ = draw(shape)
+    padded = torch.arange(shape[3]) >= torch.tensor([0, 200, 290])[: shape[0], None]
+    for visible, own in itertools.product((padded, torch.rand(shape[0], shape[2]) > 0.5), (False, True)):
+        seen = attention._open(q, k, visible, own, 0, shape[2])[:, 0]
+        rest = -seen.shape[1] % block, -seen.shape[2] % block
+        blocks = [F.pad(seen, (0, rest[1], 0, rest[0]), value=x) for x in (False, True)]
+        some, all_ = (x.unflatten(2, (-1, block)).unflatten(1, (-1, block)) for x in blocks)
+        made = attention._block_mask(q, k, visible, own)
+        checked, open_ = (as_blocks(*x) for x in (
+            (made.kv_num_blocks, made.kv_indices), (made.full_kv_num_blocks, made.full_kv_indices)
+        ))  # fmt: skip
+        assert not (open_ & checked).any()
+        assert torch.equal(open_ | checked, some.any(-1).any(-2) | checked)  # nothing that is seen is missing
+        assert not (open_ & ~all_.all(-1).all(-2)).any()  # nothing unchecked that is hidden
+        if visible is padded:
+            assert (
+                checked.sum() <= 3 * checked.shape[0] * checked.shape[1]
+            )  # the diagonal, and where it begins
+
+
+def as_blocks(counts: Tensor, indices: Tensor) -> Tensor:
+    """(B, rows, columns): which are listed."""
+    listed = torch.arange(indices.shape[-1]) < counts[..., None]
+    return torch.zeros(indices.shape, dtype=torch.bool).scatter(-1, indices.long(), listed)[:, 0]
 
 
 @pytest.mark.gpu
