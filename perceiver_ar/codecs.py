@@ -105,10 +105,10 @@ class Neural(Codec):
     """
 
     MODEL: str
-    MARGIN = 2.0
-    """Seconds."""
+    CHUNK, BEFORE, AFTER = 20.0, 2.0, 2.0
+    """Seconds of a chunk, and of the margins before and after it."""
 
-    def __init__(self, name: str, chunk: float = 20.0) -> None:
+    def __init__(self, name: str) -> None:
         transformers = need("transformers", "audio")
         transformers.utils.logging.disable_progress_bar()  # what is downloaded still has its own
         try:
@@ -121,10 +121,12 @@ class Neural(Codec):
             raise ValueError(f"{name} is a codec of several channels; only those of one can be used.")
         self.model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         self.rate, self.codes = config.sampling_rate, config.codebook_size
-        self.hop = round(self.rate / config.frame_rate)
+        exact = getattr(config, "hop_length", None)  # DAC's frame rate is rounded up
+        self.hop = exact or round(self.rate / config.frame_rate)
         self.most = config.n_codebooks if hasattr(config, "n_codebooks") else config.num_quantizers
         self.usual = min(8, self.most)
-        self.chunk, self.margin = (math.ceil(x * self.rate / self.hop) for x in (chunk, self.MARGIN))
+        lengths = (self.CHUNK, self.BEFORE, self.AFTER)
+        self.chunk, self.before, self.after = (math.ceil(x * self.rate / self.hop) for x in lengths)
 
     def codes_of(self, sound: torch.Tensor, levels: int) -> torch.Tensor:
         """(1, 1, samples) to (1, at least L, F)."""
@@ -153,8 +155,8 @@ class Neural(Codec):
     def _chunks(self, count: int) -> Iterator[tuple[int, int, slice]]:
         """From which frame to which, and what of it is kept."""
         for start in range(0, count, self.chunk):
-            low, stop = max(0, start - self.margin), min(count, start + self.chunk)
-            yield low, min(count, stop + self.margin), slice(start - low, stop - low)
+            low, stop = max(0, start - self.before), min(count, start + self.chunk)
+            yield low, min(count, stop + self.after), slice(start - low, stop - low)
 
 
 class Encodec(Neural):
@@ -183,9 +185,12 @@ class Dac(Neural):
 
 
 class Mimi(Neural):
-    """Kyutai's; 12.5 frames a second, up to 32 levels of 2,048 codes. It attends to the last 20 seconds."""
+    """Kyutai's; 12.5 frames a second, up to 32 levels of 2,048 codes.
 
-    MODEL, MARGIN = "MimiModel", 22.0
+    Each of its 8 layers attends to the last 10 seconds, and none to what follows.
+    """
+
+    MODEL, CHUNK, BEFORE, AFTER = "MimiModel", 80.0, 82.0, 0.0
 
     def codes_of(self, sound: torch.Tensor, levels: int) -> torch.Tensor:
         return self.model.encode(sound, num_quantizers=levels).audio_codes

@@ -6,14 +6,14 @@ import shutil
 import sys
 import threading
 import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from perceiver_ar.config import unknown
-from perceiver_ar.fetching import TIMEOUT, File, fetch, unpack
+from perceiver_ar.fetching import File, fetch, read, unpack
 from perceiver_ar.report import progress_bar
 from perceiver_ar.splits import SPLITS
 from perceiver_ar.store import check_new
@@ -30,7 +30,8 @@ class Dataset:
     licence: str
     prepare: str
     """How a store is made of it."""
-    files: Callable[[], list[File]]
+    files: Callable[[Path], list[File]]
+    """Given a folder to work in."""
     archives: bool = True
     flat: bool = False
     """Put all that the archives hold in one folder."""
@@ -49,28 +50,31 @@ def _maestro(version: int, kind: str, size: int, sha256: str) -> Dataset:
     return Dataset(
         f"MAESTRO v{version}.0.0, {what} of piano competitions (Google Magenta)",
         "CC BY-NC-SA 4.0: not for commercial use",
-        f"perceiver-ar prepare {kind} DIR --out store",
-        lambda: [_archive(url, size, sha256)],
+        f"perceiver-ar prepare {kind} DIR --out store{'' if kind == 'music' else ' --codec encodec'}",
+        lambda scratch: [_archive(url, size, sha256)],
     )
 
 
 BOOKS = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
 
 
-def _books() -> list[File]:
+def _books(scratch: Path) -> list[File]:
     """Every book of PG-19, with the checksums that its bucket gives."""
     try:
-        return [file for split in SPLITS for file in _listed(BOOKS, f"{split}/")]
-    except OSError as error:
-        raise ValueError(f"the list of books at {BOOKS} cannot be had: {error}") from None
+        found = [file for split in SPLITS for file in _listed(f"{split}/", scratch)]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        found = []
+    if not found:
+        raise ValueError(f"{BOOKS} does not answer with a list of books: try again later.")
+    return found
 
 
-def _listed(listing: str, prefix: str) -> Iterator[File]:
+def _listed(prefix: str, scratch: Path) -> Iterator[File]:
+    """Page by page."""
     page: str | None = ""
     while page is not None:
         query = urllib.parse.urlencode({"prefix": prefix, "pageToken": page} if page else {"prefix": prefix})
-        with urllib.request.urlopen(f"{listing}?{query}", timeout=TIMEOUT) as answer:
-            found = json.load(answer)
+        found = json.loads(read(f"{BOOKS}?{query}", scratch / "list.json"))
         for item in found.get("items", []):
             md5 = base64.b64decode(item["md5Hash"]).hex()
             if not item["name"].endswith("/"):
@@ -84,7 +88,7 @@ DATASETS = {
         "enwik8, the first 100 MB of Wikipedia in 2006 (Matt Mahoney)",
         "CC BY-SA and GFDL, as Wikipedia's text",
         "perceiver-ar prepare text DIR --out store --validation 0.05 --test 0.05",
-        lambda: [
+        lambda scratch: [
             _archive(
                 "https://mattmahoney.net/dc/enwik8.zip",
                 36_445_475,
@@ -96,7 +100,7 @@ DATASETS = {
         "Downsampled ImageNet, 64 x 64, as arrays (Chrabaszcz et al.)",
         "ImageNet's terms of access: for research and education, not for commercial use",
         "perceiver-ar prepare image DIR --out store --size 64",
-        lambda: [
+        lambda scratch: [
             _archive(
                 f"{_SMALL}/Imagenet64_train_part1_npz.zip",
                 6_783_426_789,
@@ -138,7 +142,7 @@ DATASETS = {
         "Wikitext-103, articles of Wikipedia in words (Merity et al.)",
         "CC BY-SA 3.0",
         "perceiver-ar prepare text DIR --out store --tokenizer words",
-        lambda: [
+        lambda scratch: [
             _archive(
                 "https://wikitext.smerity.com/wikitext-103-v1.zip",
                 190_000_000,
@@ -162,20 +166,40 @@ def download(name: str, folder: Path) -> Path:
     check_new(folder)
     dataset = DATASETS[name]
     print(f"{dataset.about}. Licence: {dataset.licence}.", file=sys.stderr)
-    files = dataset.files()
-    size = sum(file.size for file in files)
     work = folder.with_name(f".{folder.name}.{name}.partial")
     work.mkdir(parents=True, exist_ok=True)
-    here = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
-    needed = size * (2.2 if dataset.archives else 1) - here  # archives are unpacked beside themselves
-    if shutil.disk_usage(work).free < needed:
-        raise ValueError(f"there is too little room for {folder}: it needs {needed / 1e9:.1f} GB.")
-    print(f"{size / 1e6:,.0f} MB in {len(files):,} files, for {folder}", file=sys.stderr)
-    _fetch_all(files, work / "files", size)
-    whole = _unpack_all(files, work, dataset) if dataset.archives else work / "files"
-    whole.rename(folder)
-    shutil.rmtree(work, ignore_errors=True)
+    with _alone(work):
+        files = dataset.files(work)
+        size = sum(file.size for file in files)
+        _check_room(work, size * (2.2 if dataset.archives else 1))  # archives are unpacked beside themselves
+        print(f"{size / 1e6:,.0f} MB in {len(files):,} files, for {folder}", file=sys.stderr)
+        _fetch_all(files, work / "files", size)
+        whole = _unpack_all(files, work, dataset) if dataset.archives else work / "files"
+        whole.rename(folder)
+        shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def _alone(work: Path) -> Generator[None]:
+    """Refuses to work where another process does; a process that is gone is no matter."""
+    with (work / "lock").open("w") as lock:
+        if sys.platform != "win32":
+            import fcntl
+
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another download works in {work} already.") from None
+        yield
+
+
+def _check_room(work: Path, size: float) -> None:
+    here = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+    if shutil.disk_usage(work).free < size - here:
+        raise ValueError(
+            f"there is too little room in {work.parent}: {(size - here) / 1e9:.1f} GB are needed."
+        )
 
 
 class _Stop(Exception):

@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import shutil
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -47,57 +48,93 @@ def fetch(file: File, folder: Path, progress: Progress = lambda count: None) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     progress(_size(part))
-    _complete(file.url, part, progress)
-    if _digest(part, file.digest.partition(":")[0]) != file.digest:
+    for went_on in (True, False) if part.exists() else (False,):
+        _complete(file.url, part, progress)
+        if _digest(part, file.digest.partition(":")[0]) == file.digest:
+            part.rename(path)
+            return path
+        progress(-_size(part))
         part.unlink()
-        raise ValueError(f"{file.url} does not have the bytes that it should, so it was removed: try again.")
-    part.rename(path)
-    return path
+        if not went_on:
+            break
+    raise ValueError(f"{file.url} does not have the bytes that it should, so it was removed: try again.")
+
+
+def read(url: str, scratch: Path) -> bytes:
+    """What an address answers, by way of a file."""
+    scratch.unlink(missing_ok=True)
+    _complete(url, scratch, lambda count: None)
+    content = scratch.read_bytes()
+    scratch.unlink()
+    return content
 
 
 def _complete(url: str, part: Path, progress: Progress) -> None:
     """Asks for what is missing until it is there."""
-    failed, reason = 0, "it ends too early"
+    failed, most, reason = 0, _size(part), "it ends too early"
     while failed < TRIES:
-        had = _size(part)
         try:
             if _append(url, part, progress):
                 return
         except urllib.error.HTTPError as error:
+            told = str(error.reason).splitlines()[0]
             if error.code < 500 and error.code not in (408, 429):
-                raise ValueError(f"{url} cannot be had: {error.code} {error.reason}.") from None
-            reason = f"{error.code} {error.reason}"
-        except (OSError, http.client.HTTPException) as error:
+                raise ValueError(f"{url} cannot be had: {error.code} {told}.") from None
+            reason = f"{error.code} {told}"
+        except _BROKEN as error:
             reason = str(getattr(error, "reason", error)) or type(error).__name__
-        failed = 0 if _size(part) > had else failed + 1
+        failed = 0 if _size(part) > most else failed + 1
+        most = max(most, _size(part))
         time.sleep(PAUSE * 2 ** max(0, failed - 1))
     raise ValueError(f"{url} cannot be fetched ({reason}). What came is kept: start again to go on.")
 
 
+_BROKEN = urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError, http.client.HTTPException
+
+
 def _append(url: str, part: Path, progress: Progress) -> bool:
-    """One request for the rest, or for all of it if the server knows no other; whether all is there."""
+    """One request for the rest; whether all is there. What came before is only ever added to."""
     start = _size(part)
     asked = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         answer = urllib.request.urlopen(asked, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # there is no more
-            raise
-        if (error.headers.get("Content-Range") or "").rpartition("/")[2] == str(start):
+        if start and error.code == 416:  # there is no more
             return True
-        part.unlink()
-        progress(-start)
-        return False
+        raise
     with answer:
-        if answer.status != 206 or not answer.headers["Content-Range"].startswith(f"bytes {start}-"):
-            progress(-start)
-            start = 0
-        length = answer.headers["Content-Length"]
-        with part.open("ab" if start else "wb") as out:
-            while chunk := answer.read(CHUNK):
-                out.write(chunk)
-                progress(len(chunk))
-    return length is None or _size(part) == start + int(length)
+        if not start:
+            return _save(answer, part, progress)
+        if answer.status != 206:
+            return _begin_again(answer, part, progress)
+        if not (answer.headers["Content-Range"] or "").startswith(f"bytes {start}-"):
+            raise http.client.HTTPException("the server sends another part than was asked for")
+        return _save(answer, part, progress)
+
+
+def _begin_again(answer: http.client.HTTPResponse, part: Path, progress: Progress) -> bool:
+    """From a server that knows no parts: what it sends counts once it is more than there was."""
+    had, fresh = _size(part), part.with_name(f"{part.name}.new")
+    fresh.unlink(missing_ok=True)
+    progress(-had)
+    try:
+        return _save(answer, fresh, progress) and _size(fresh) >= had
+    finally:
+        if _size(fresh) >= had:
+            fresh.replace(part)
+        else:
+            progress(had - _size(fresh))
+            fresh.unlink(missing_ok=True)
+
+
+def _save(answer: http.client.HTTPResponse, path: Path, progress: Progress) -> bool:
+    """Adds the body to a file as it comes; whether it came to its end."""
+    had, length = _size(path), answer.headers["Content-Length"]
+    with path.open("ab") as out:
+        while chunk := answer.read1(CHUNK):
+            out.write(chunk)
+            progress(len(chunk))
+    return length is None or _size(path) == had + int(length)
 
 
 def _size(path: Path) -> int:

@@ -1,5 +1,6 @@
 """Sound files: read at any rate as one channel of a certain level, and written as sound or as a picture."""
 
+import os
 import wave
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ BLOCK = 1 << 18
 def read_sound(path: Path, rate: int, level: float | None, seconds: float | None = None) -> Sound:
     """One channel at that rate, the mean of all; its loudness brought to a level in dB, if one is given."""
     soundfile, soxr = need("soundfile", "audio"), need("soxr", "audio")
-    parts, count, wanted = [], 0, None
+    parts, count = [], 0
     try:
-        with hushed(), soundfile.SoundFile(path) as file:  # mpg123 complains of damaged files
+        with hushed(), soundfile.SoundFile(os.fsencode(path)) as file:  # mpg123 complains of damaged files
             if not RATES[0] <= file.samplerate <= RATES[1]:
                 raise ValueError(f"a rate of {file.samplerate} samples a second is not to be believed")
-            resampled = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")
+            if file.frames > 2**60:
+                raise ValueError("it does not say how long it is: convert it")
             wanted = file.frames if seconds is None else min(file.frames, round(seconds * file.samplerate))
+            told = file.format != "MP3"  # which may only guess how long it is
+            resampled = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")
             size = max(1, BLOCK // file.channels)
             while count < wanted and len(block := _read(file, min(size, wanted - count))):
                 count += len(block)
@@ -35,11 +39,12 @@ def read_sound(path: Path, rate: int, level: float | None, seconds: float | None
             parts.append(resampled.resample_chunk(np.zeros(0, np.float32), last=True))
     except soundfile.SoundFileError as error:
         raise ValueError(f"not a sound file that can be read ({error})") from None
-    if not count:
-        raise ValueError("it holds no sound")
-    if count < wanted:
+    if told and count < wanted:
         raise ValueError(f"it is cut short: {count:,} of {wanted:,} samples are there")
-    return at_level(np.concatenate(parts), rate, level)
+    sound = np.concatenate(parts)
+    if not len(sound):
+        raise ValueError("it holds no sound")
+    return at_level(sound, rate, level)
 
 
 def _read(file: Any, count: int) -> Sound:
@@ -53,7 +58,7 @@ def _read(file: Any, count: int) -> Sound:
 def at_level(sound: Sound, rate: int, level: float | None) -> Sound:
     """Scaled so that what is not silent has that root mean square, in dB below 1, unless it would clip."""
     peak = float(np.abs(sound).max(initial=0.0))
-    if level is None or not peak:
+    if level is None or peak < 1e-9:
         return sound.clip(-1, 1)
     blocks = np.array_split(sound, max(1, len(sound) // (rate // 2)))
     powers = np.array([float(np.square(block, dtype=np.float64).mean()) for block in blocks])

@@ -51,14 +51,14 @@ def top(source: Path) -> Path:
 
 def below(source: Path, suffixes: Collection[str]) -> list[Path]:
     """All files of these kinds, in order; what is hidden is left alone."""
-    files = (path for path in sorted(source.rglob("*")) if path.suffix.lower() in suffixes)
-    return [path for path in files if not any(part[0] == "." for part in path.relative_to(source).parts)]
+    found = (path for path in sorted(source.rglob("*")) if path.suffix.lower() in suffixes and path.is_file())
+    return [path for path in found if not any(part[0] == "." for part in path.relative_to(source).parts)]
 
 
-def splits_of(files: Sequence[Path], source: Path, shares: Shares) -> list[str]:
-    """The split of each file below a folder: that its own folder there is named after, or drawn."""
-    parts = [path.relative_to(source).parts for path in files]
-    return divide([named_split(part[0]) if len(part) > 1 else None for part in parts], shares)
+def by_folder(files: Sequence[Path], source: Path) -> dict[Path, str | None]:
+    """Each file with the split that its folder below the source is named after, if it is."""
+    parts = {path: path.relative_to(source).parts for path in files}
+    return {path: named_split(part[0]) if len(part) > 1 else None for path, part in parts.items()}
 
 
 def divide(named: Sequence[str | None], shares: Shares) -> list[str]:
@@ -81,43 +81,43 @@ def draw_splits(count: int, shares: Shares) -> list[str]:
     return splits
 
 
-def recordings(source: Path, suffixes: Sequence[str], column: str, shares: Shares) -> dict[Path, str]:
-    """Each file of music with its split: as MAESTRO's table says, if it is there, or as splits_of does."""
+def recordings(source: Path, suffixes: Sequence[str], column: str) -> dict[Path, str | None]:
+    """Each file of music, with the split that MAESTRO's table, if it is there, or its folder gives it."""
     if not source.exists():
         raise ValueError(f"{source} does not exist.")
     if source.is_file():
-        return {source: "train"}
+        return {source: None}
     source = top(source)
     tables = sorted(source.glob("maestro*.csv"))
-    if tables:
-        found = _listed(tables[0], column)
-    else:
-        files = below(source, suffixes)
-        found = dict(zip(files, splits_of(files, source, shares), strict=True))
+    found = _listed(tables[0], column) if tables else by_folder(below(source, suffixes), source)
     if not found:
         raise ValueError(f"{source} holds no {', '.join(suffixes[:-1])} or {suffixes[-1]} files.")
     return found
 
 
-def _listed(table: Path, column: str) -> dict[Path, str]:
+def _listed(table: Path, column: str) -> dict[Path, str | None]:
     """The files that a table names and that are there; how many are not is said."""
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     if not rows or not {column, "split"} <= rows[0].keys():
         raise ValueError(f"{table} is not MAESTRO's table: it has no {column} and split.")
-    found = {}
+    found: dict[Path, str | None] = {}
     for row in rows:
-        path, split = table.parent / row[column], named_split(row["split"])
-        if split is None:
-            raise ValueError(f"{table} has a split '{row['split']}', which is none of {', '.join(SPLITS)}.")
-        if path.exists():
+        split = named_split(row["split"] or "")
+        if split is None or not row[column]:
+            raise ValueError(f"{table} has a line without a file, or with a split '{row['split']}'.")
+        if (path := table.parent / row[column]).is_file():
             found[path] = split
     if len(found) < len(rows):
         print(f"{len(rows) - len(found)} of the {len(rows)} files in {table} are not there.", file=sys.stderr)
     return found
 
 
-def by_split(splits: Mapping[Path, str], usable: Collection[Path]) -> dict[str, list[Path]]:
-    """The files of each split that has any."""
-    named = {name: [p for p in splits if splits[p] == name and p in usable] for name in SPLITS}
-    return {name: files for name, files in named.items() if files}
+def by_split(
+    named: Mapping[Path, str | None], usable: Collection[Path], shares: Shares
+) -> dict[str, list[Path]]:
+    """The usable files of each split that has any, as they are named or drawn."""
+    files = [path for path in named if path in usable]
+    splits = divide([named[path] for path in files], shares)
+    chosen = {split: [p for p, s in zip(files, splits, strict=True) if s == split] for split in SPLITS}
+    return {split: found for split, found in chosen.items() if found}

@@ -111,7 +111,7 @@ def smallest_dtype(vocab_size: int) -> str:
 def check_new(folder: Path) -> None:
     """Refuses to write over anything, before any work is done."""
     if folder.exists():
-        raise ValueError(f"{folder} exists already: choose another --out, or remove it.")
+        raise ValueError(f"{folder} exists already: choose another folder, or remove it.")
 
 
 def write_store(

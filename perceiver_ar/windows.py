@@ -43,7 +43,7 @@ def generator(seed: int, step: int) -> np.random.Generator:
     """The random numbers of one step: the same in a resumed run as in an uninterrupted one."""
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be from 0 to 2**63 - 1, but is {seed}.")
-    return np.random.Generator(np.random.Philox(key=[seed, step]))
+    return np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))
 
 
 def crop_weight(targets: Any, latents: int) -> Any:

@@ -1,6 +1,8 @@
 """Audio: codes to tokens and back, codecs in chunks, sound files of every kind, and damaged ones."""
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +117,28 @@ def test_chunks_of_a_neural_codec_have_no_seams(tmp_path: Path, kind: Any) -> No
     assert len(whole) == len(codes) * codec.hop
     assert len(np.unique(codes)) > 3
     assert codes.max() < codec.codes
-    codec.chunk, codec.margin = 100, 100
+    codec.chunk, codec.before, codec.after = 100, 100, 100
     assert np.array_equal(codec.encode(sound, levels), codes)
     assert np.abs(codec.decode(codes) - whole).max() < 1e-4 * np.abs(whole).max()
     assert np.array_equal(codec.encode(sound, 4)[:, :levels], codes)  # levels build on one another
+
+
+def test_a_rate_that_its_hop_does_not_divide(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"encoder_hidden_size": 4, "decoder_hidden_size": 64, "codebook_dim": 4, "codebook_size": 32}
+    config = transformers.DacConfig(
+        sampling_rate=44_100, downsampling_ratios=[2, 4, 8, 8], n_codebooks=2, **sizes
+    )
+    transformers.DacModel(config).save_pretrained(tmp_path / "codec")
+    codec: Any = codecs.load("dac", str(tmp_path / "codec"))
+    assert codec.hop == 512
+    sound = noise(3, 44_100)
+    codes = codec.encode(sound, 2)
+    assert len(codes) == math.ceil(3 * 44_100 / 512)
+    codec.chunk, codec.before, codec.after = 60, 30, 30
+    assert np.array_equal(codec.encode(sound, 2), codes)
+    assert len(codec.decode(codes)) == len(codes) * 512
 
 
 @needs_lyra
@@ -222,6 +242,9 @@ def test_loudness_is_brought_to_a_level_without_clipping() -> None:
     loud = at_level(quiet, 16_000, -20.0)
     heard = loud[:32_000]
     assert 10 * np.log10(np.square(heard).mean()) == pytest.approx(-20, abs=0.2)  # silence does not count
+    assert np.isfinite(at_level(np.full(9, 1e-41, np.float32), 16_000, -20.0)).all()
+    with pytest.raises(ValueError, match="level must be from -200 to 0 dB"):
+        AudioTask(level=float("nan"))
     click = np.zeros(16_000, np.float32)
     click[100] = 0.5
     assert np.abs(at_level(click, 16_000, -6.0)).max() == pytest.approx(1)
@@ -250,6 +273,7 @@ def test_sound_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
         (np.zeros(0), 16_000, "no sound"),
         (np.full(100, np.nan), 16_000, "not numbers"),
         (np.zeros(100), 3, "3 samples a second"),
+        (np.zeros(1), 96_000, "no sound"),  # less than one sample at the rate that is wanted
     ):
         soundfile.write(path, content, rate, subtype="FLOAT")
         with pytest.raises(ValueError, match=words):
@@ -290,6 +314,9 @@ def test_what_was_encoded_is_not_encoded_again(tmp_path: Path, monkeypatch: pyte
     soundfile.write(tmp_path / "a.wav", noise(1, 3200), 3200)
     task = AudioTask(levels=2, codes=32, codec="dac", weights=str(tmp_path / "codec"))
     kept = audio._keep(task, task.weights, tmp_path / "scratch", tmp_path / "a.wav")
+    odd = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.wav"))  # a name that is no UTF-8
+    odd.write_bytes((tmp_path / "a.wav").read_bytes())
+    assert np.array_equal(np.load(audio._keep(task, task.weights, tmp_path / "scratch", odd)), np.load(kept))
     monkeypatch.setattr(audio, "codes_of", None)
     assert audio._keep(task, task.weights, tmp_path / "scratch", tmp_path / "a.wav") == kept
     (tmp_path / "scratch" / kept.name).unlink()

@@ -9,7 +9,6 @@ import torch
 from perceiver_ar import ModelConfig, PerceiverAR
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 from benchmarks.__main__ import Size, time_training  # noqa: E402
 from benchmarks.generation import time_generation  # noqa: E402

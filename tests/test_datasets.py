@@ -6,6 +6,8 @@ import io
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -111,6 +113,73 @@ def test_what_breaks_off_is_gone_on_from(tmp_path: Path, server: Server) -> None
     later = [f"bytes={start}-" for start in range(70_000, 300_000, 70_000)]
     assert [ranged for _, ranged in server.asked] == [None, *later]
     assert sum(counted) == len(CONTENT)
+
+
+@pytest.mark.parametrize("chunk", [10_000, 1 << 20])
+def test_connections_that_are_reset_or_fall_silent_keep_what_came(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(fetching, "CHUNK", chunk)
+    monkeypatch.setattr(fetching, "TIMEOUT", 0.5)
+
+    def resets(handler: Handler, path: str, body: bytes) -> bool:
+        handler.give(body, handler.headers["Range"], most=90_000)
+        handler.wfile.flush()
+        if len(server.asked) % 2:
+            time.sleep(0.1)
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            handler.connection.close()
+        else:
+            time.sleep(1)
+        return True
+
+    server.fault = resets
+    assert fetch(file_of(server), tmp_path).read_bytes() == CONTENT
+    assert len(server.asked) == 4
+
+
+def test_what_came_is_not_given_up_for_an_odd_answer(tmp_path: Path, server: Server) -> None:
+    part = tmp_path / "a.bin.part"
+    answers: dict[str, Any] = {
+        "a page instead": lambda handler: handler.give(b"<html>please log in</html>", None),
+        "another part": lambda handler: handler.begin(206, Content_Range="bytes 7-9/10", Content_Length=0),
+        "no range": lambda handler: handler.begin(206, Content_Length=0),
+    }
+    for name, answer in answers.items():
+        part.write_bytes(CONTENT[:290_000])
+        server.fault = lambda handler, path, body, answer=answer: answer(handler) or True
+        with pytest.raises(ValueError, match="What came is kept"):
+            fetch(file_of(server), tmp_path)
+        assert part.read_bytes() == CONTENT[:290_000], name
+        assert [path.name for path in tmp_path.iterdir()] == ["a.bin.part"]
+    server.fault = None
+    assert fetch(file_of(server), tmp_path).read_bytes() == CONTENT
+
+
+def test_a_server_without_ranges_that_breaks_off_is_given_up(tmp_path: Path, server: Server) -> None:
+    def now_and_then(handler: Handler, path: str, body: bytes) -> bool:
+        handler.give(body, None, most=(50_000, 90_000)[len(server.asked) % 2])
+        return True
+
+    server.fault = now_and_then
+    counted: list[int] = []
+    with pytest.raises(ValueError, match="it ends too early"):
+        fetch(file_of(server), tmp_path, counted.append)
+    assert len(server.asked) < 12
+    assert sum(counted) == 90_000 == (tmp_path / "a.bin.part").stat().st_size
+
+
+def test_two_downloads_do_not_work_in_one_place(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(server, monkeypatch, "enwik8", {"enwik8": b"x" * 100})
+    (tmp_path / ".wiki.enwik8.partial").mkdir()
+    with (
+        datasets._alone(tmp_path / ".wiki.enwik8.partial"),
+        pytest.raises(ValueError, match="another download works in"),
+    ):
+        download("enwik8", tmp_path / "wiki")
+    download("enwik8", tmp_path / "wiki")
 
 
 def test_servers_that_know_no_ranges_start_again(tmp_path: Path, server: Server) -> None:
@@ -227,7 +296,7 @@ def serve(server: Server, monkeypatch: pytest.MonkeyPatch, name: str, *archives:
     for index, content in enumerate(map(zipped, archives)):
         server.files[f"/{index}.zip"] = content
         files.append(file_of(server, f"/{index}.zip", content))
-    monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], files=lambda: files))
+    monkeypatch.setitem(DATASETS, name, replace(DATASETS[name], files=lambda scratch: files))
 
 
 def documents(store: Store) -> dict[str, int]:
@@ -316,9 +385,13 @@ def test_books_are_listed_page_by_page_and_fetched_at_once(
         handler.give(json.dumps({"items": [*map(about, names[first : first + 20])], **more}).encode(), None)
         return True
 
+    monkeypatch.setattr(datasets, "BOOKS", f"{server.url}/list")
+    for answer in (b"<html>", b"{}", b'{"items": [{"name": "train/1.txt"}]}'):
+        server.files["/list"] = answer
+        with pytest.raises(ValueError, match="does not answer with a list of books"):
+            download("pg19", tmp_path / "pg19")
     server.fault = bucket
     server.files = {f"/{name}": content for name, content in books.items()}
-    monkeypatch.setattr(datasets, "BOOKS", f"{server.url}/list")
     server.files["/train/7.txt"] = b"something else"
     with pytest.raises(ValueError, match=r"train/7\.txt does not have the bytes"):
         download("pg19", tmp_path / "pg19")
@@ -333,7 +406,7 @@ def test_books_are_listed_page_by_page_and_fetched_at_once(
     assert found == books
     server.shutdown()
     server.server_close()
-    with pytest.raises(ValueError, match=r"the list of books at .* cannot be had"):
+    with pytest.raises(ValueError, match=r"list\?prefix=train.* cannot be fetched \(.*Connection refused"):
         download("pg19", tmp_path / "again")
 
 
@@ -341,7 +414,7 @@ def test_an_interrupted_download_leaves_nothing_that_looks_whole_and_goes_on(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(server, monkeypatch, "enwik8", {"enwik8": CONTENT * 3})
-    (file,) = DATASETS["enwik8"].files()
+    (file,) = DATASETS["enwik8"].files(tmp_path)
 
     def trickle(handler: Handler, path: str, body: bytes) -> bool:
         handler.begin(200, Content_Length=len(body))
@@ -357,7 +430,7 @@ from dataclasses import replace
 from perceiver_ar import cli, datasets, fetching
 fetching.CHUNK = 10_000
 file = fetching.{file!r}
-datasets.DATASETS["enwik8"] = replace(datasets.DATASETS["enwik8"], files=lambda: [file])
+datasets.DATASETS["enwik8"] = replace(datasets.DATASETS["enwik8"], files=lambda scratch: [file])
 sys.argv = ["perceiver-ar", "download", "enwik8", {str(tmp_path / "wiki")!r}]
 cli.main()
 """
@@ -384,7 +457,7 @@ def test_every_data_set_has_a_place_a_licence_and_checksums() -> None:
     for name, dataset in DATASETS.items():
         assert dataset.licence
         assert "DIR" in dataset.prepare
-        for file in dataset.files() if name != "pg19" else []:
+        for file in dataset.files(Path()) if name != "pg19" else []:
             assert file.url.startswith("https://")
             assert len(file.digest.removeprefix("sha256:")) == 64
             assert file.size > 1e6

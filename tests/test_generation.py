@@ -232,6 +232,13 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
     assert generate(model, prompts, 25, seed=5).equal(together[:, :34])  # and whatever the number asked for
 
 
+def test_samples_of_one_prompt_differ_whatever_the_prompt() -> None:
+    model = small()
+    for prompt in torch.randint(V, (20, 1, 7)):
+        together = generate(model, prompt.expand(3, -1), 20)
+        assert len({tuple(row.tolist()) for row in together}) == 3
+
+
 def test_padding_does_not_change_what_is_drawn() -> None:
     model, prompt = small(), torch.randint(V, (1, 4))
     padded = torch.cat((torch.full((1, 5), 7), prompt), dim=1)

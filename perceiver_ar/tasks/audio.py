@@ -4,6 +4,7 @@ Letters: F frames, L levels.
 """
 
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class AudioTask(Task):
     """Of Lyra's."""
     level: float | None = -20.0
     """Loudness that recordings are brought to, dB."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level is not None and not -200 <= self.level <= 0:
+            raise ValueError(f"level must be from -200 to 0 dB, but is {self.level}.")
 
     def at(self, folder: Path) -> Self:
         """With Lyra's files, if those are needed, that lie there."""
@@ -184,24 +190,26 @@ def prepare(
     check_new(out)
     for module in ("soundfile", "soxr"):
         need(module, "audio")
-    splits = recordings(source, SOUNDS, "audio_filename", Shares(validation, test))
+    shares, named = Shares(validation, test), recordings(source, SOUNDS, "audio_filename")
     weights = weights or HUB.get(codec)
     if weights is None:
         raise ValueError("--weights must name the folder of Lyra's .tflite files.")
+    if Path(weights).is_dir():
+        weights = str(Path(weights).resolve())
     voice = codecs.load(codec, weights)
     levels = voice.usual if levels is None else levels
     if not 1 <= levels <= voice.most:
         raise ValueError(f"--levels must be from 1 to {voice.most} for {weights}, but is {levels}.")
-    mark, named = (digest(Path(weights)), "") if codec == "lyra" else ("", weights)
-    task = AudioTask(levels, voice.codes, voice.rate / voice.hop, codec, named, mark, level)
+    mark, kept = (digest(Path(weights)), "") if codec == "lyra" else ("", weights)
+    task = AudioTask(levels, voice.codes, voice.rate / voice.hop, codec, kept, mark, level)
     scratch = out.with_name(f".{out.name}.codes")
     work = partial(_keep, task, weights, scratch)
-    done = dict(readable(work, splits, workers, LONGEST))
+    done = dict(readable(work, named, workers, LONGEST))
     if not done:
         raise ValueError(f"{source} holds no recording that can be used.")
     store = write_store(
         out,
-        {name: (np.load(done[p]) for p in files) for name, files in by_split(splits, done).items()},
+        {name: (np.load(done[p]) for p in files) for name, files in by_split(named, done, shares).items()},
         task.vocab_size,
         "audio",
         task.to_dict(),
@@ -215,7 +223,7 @@ def _keep(task: AudioTask, weights: str, scratch: Path, path: Path) -> Path:
     """Where the tokens of a recording lie, made if they are not there yet."""
     about = path.stat()
     key = f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {weights} {task.to_dict()}"
-    kept = scratch / f"{sha256(key.encode()).hexdigest()}.npy"
+    kept = scratch / f"{sha256(os.fsencode(key)).hexdigest()}.npy"
     if not kept.exists():
         codes = codes_of(task.codec, weights, task.levels, task.level, None, path)
         scratch.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from perceiver_ar.config import ModelConfig
 from perceiver_ar.extras import need
 from perceiver_ar.fetching import unpack
 from perceiver_ar.report import readable
-from perceiver_ar.splits import SPLITS, Shares, below, by_split, divide, named_split, splits_of, top
+from perceiver_ar.splits import SPLITS, Shares, below, by_folder, by_split, divide, named_split, top
 from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
@@ -195,7 +195,6 @@ def _from_pictures(
     shape = (len(files), task.size, task.size, 3)
     pixels: Any = np.lib.format.open_memmap(scratch, "w+", np.uint8, shape)
     numbers = {path: index for index, path in enumerate(files)}
-    splits = dict(zip(files, splits_of(files, source, shares), strict=True))
     read = set()
     for path, picture in readable(partial(read_picture, task.size), files, workers):
         pixels[numbers[path]] = picture
@@ -204,7 +203,7 @@ def _from_pictures(
         raise ValueError(f"{source} holds no picture that can be read.")
     return {
         split: (task.encode(pixels[numbers[path]]) for path in chosen)
-        for split, chosen in by_split(splits, read).items()
+        for split, chosen in by_split(by_folder(files, source), read, shares).items()
     }
 
 

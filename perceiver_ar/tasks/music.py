@@ -141,15 +141,15 @@ def prepare(
     """
     check_new(out)
     need("symusic", "music")
-    splits = recordings(source, (".mid", ".midi"), "midi_filename", Shares(validation, test))
-    read = dict(readable(encode_midi, splits, workers))
+    shares, named = Shares(validation, test), recordings(source, (".mid", ".midi"), "midi_filename")
+    read = dict(readable(encode_midi, named, workers))
     longest = math.inf if max_events is None else max_events
     pieces = {path: _stored(events) for path, events in read.items() if min_events <= len(events) <= longest}
     if len(pieces) < len(read):
         print(f"{len(read) - len(pieces)} pieces of other lengths were left out.", file=sys.stderr)
     if not pieces:
         raise ValueError(f"{source} holds no piece that can be used.")
-    chosen = by_split(splits, pieces).items()
+    chosen = by_split(named, pieces, shares).items()
     return write_store(
         out, {name: [pieces[p] for p in files] for name, files in chosen}, EVENTS + FIRST, "music"
     )
