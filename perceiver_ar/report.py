@@ -35,7 +35,8 @@ def readable(
                 yield path, value
             else:
                 skipped += 1
-                print(f"skipped {path}: {error}", file=sys.stderr)
+                named = str(error).startswith(str(path))
+                print(f"skipped {error}" if named else f"skipped {path}: {error}", file=sys.stderr)
             moved(done, len(files))
     if skipped:
         print(f"{skipped} of {len(files)} files were skipped.", file=sys.stderr)

@@ -425,9 +425,10 @@ def test_an_interrupted_download_leaves_nothing_that_looks_whole_and_goes_on(
 
     server.fault = trickle
     code = f"""
-import sys
+import signal, sys
 from dataclasses import replace
 from perceiver_ar import cli, datasets, fetching
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are without
 fetching.CHUNK = 10_000
 file = fetching.{file!r}
 datasets.DATASETS["enwik8"] = replace(datasets.DATASETS["enwik8"], files=lambda scratch: [file])
