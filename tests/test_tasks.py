@@ -149,3 +149,12 @@ def test_the_example_of_a_new_task_works(
     assert last.startswith("ACGT")
     assert set(last) <= set("ACGTN")
     assert len(last) == 54
+
+
+@pytest.mark.parametrize("name", ["text", "image", "music", "tokens"])
+def test_preparing_does_not_wait_for_torch(name: str) -> None:
+    code = (
+        f"from perceiver_ar import tasks; tasks.preparer({name!r}); import sys; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

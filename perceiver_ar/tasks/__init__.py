@@ -27,7 +27,7 @@ def get(name: str, options: dict[str, Any] | None = None) -> Task:
 
 def preparer(name: str) -> Callable[..., Store]:
     """What makes a store for the task of that name."""
-    if name not in prepared():
+    if name not in _TASKS or not hasattr(_module(name), "prepare"):
         raise ValueError(unknown("task that needs preparing", name, prepared()))
     return _module(name).prepare
 
