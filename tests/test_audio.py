@@ -168,7 +168,7 @@ def test_lyra_through_the_task_is_lyra_alone(tmp_path: Path) -> None:
         decoder.invoke()
         alone.append(decoder.get_tensor(decoder.get_output_details()[0]["index"])[0].copy())
 
-    prepare(tmp_path / "piano.wav", tmp_path / "store", weights=str(LYRA), levels=46, level=None)
+    prepare(tmp_path / "piano.wav", tmp_path / "store", weights=str(LYRA), levels=46, loudness=None)
     source = open_source("audio", {}, tmp_path / "store")
     tokens = source.documents("train")[0].tokens[: 1 + 46 * 200]
     source.task.save(tokens, tmp_path / "again.wav")
@@ -243,8 +243,8 @@ def test_loudness_is_brought_to_a_level_without_clipping() -> None:
     heard = loud[:32_000]
     assert 10 * np.log10(np.square(heard).mean()) == pytest.approx(-20, abs=0.2)  # silence does not count
     assert np.isfinite(at_level(np.full(9, 1e-41, np.float32), 16_000, -20.0)).all()
-    with pytest.raises(ValueError, match="level must be from -200 to 0 dB"):
-        AudioTask(level=float("nan"))
+    with pytest.raises(ValueError, match="loudness must be from -200 to 0 dB"):
+        AudioTask(loudness=float("nan"))
     click = np.zeros(16_000, np.float32)
     click[100] = 0.5
     assert np.abs(at_level(click, 16_000, -6.0)).max() == pytest.approx(1)

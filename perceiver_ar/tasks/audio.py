@@ -51,13 +51,13 @@ class AudioTask(Task):
     """The codec's name on the hub, or its folder; Lyra's lie beside a store and beside a model."""
     sha256: str = ""
     """Of Lyra's."""
-    level: float | None = -20.0
+    loudness: float | None = -20.0
     """Loudness that recordings are brought to, dB."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.level is not None and not -200 <= self.level <= 0:
-            raise ValueError(f"level must be from -200 to 0 dB, but is {self.level}.")
+        if self.loudness is not None and not -200 <= self.loudness <= 0:
+            raise ValueError(f"loudness must be from -200 to 0 dB, but is {self.loudness}.")
 
     def at(self, folder: Path) -> Self:
         """With Lyra's files, if those are needed, that lie there."""
@@ -121,7 +121,7 @@ class AudioTask(Task):
             raise ValueError(f"{path} does not exist.")
         if keep is not None and keep < 1:
             raise ValueError(f"--keep must be at least 1 second, but is {keep}.")
-        work = partial(codes_of, self.codec, self._source(), self.levels, self.level, keep)
+        work = partial(codes_of, self.codec, self._source(), self.levels, self.loudness, keep)
         (done,) = each(work, [path], workers=1, seconds=LONGEST)
         if done.error is not None:
             raise ValueError(f"{path} cannot be used: {done.error}")
@@ -150,11 +150,11 @@ def digest(folder: Path) -> str:
 
 
 def codes_of(
-    codec: Kind, weights: str, levels: int, level: float | None, seconds: float | None, path: Path
+    codec: Kind, weights: str, levels: int, loudness: float | None, seconds: float | None, path: Path
 ) -> Codes:
     """Codes (F, L) of a recording."""
     voice = codecs.load(codec, weights)
-    return voice.encode(read_sound(path, voice.rate, level, seconds), levels)
+    return voice.encode(read_sound(path, voice.rate, loudness, seconds), levels)
 
 
 def prepare(
@@ -164,7 +164,7 @@ def prepare(
     codec: Kind = "lyra",
     weights: str | None = None,
     levels: int | None = None,
-    level: float | None = -20.0,
+    loudness: float | None = -20.0,
     validation: float = 0.05,
     test: float = 0.0,
     workers: int | None = None,
@@ -178,11 +178,12 @@ def prepare(
             folders named train, validation and test.
         out: Folder of the store.
         codec: lyra: SoundStream with the weights of Lyra v2; or encodec, dac or mimi of transformers.
-        weights: The folder of Lyra's .tflite files; of another codec, its folder or its name on the hub.
+        weights: The folder of Lyra's .tflite files, model_coeffs in its repository; of another codec, its
+            folder or its name on the hub. Default: those published on the hub, for all but Lyra.
         levels: Codes of a frame: more sound better and make longer sequences. Default: what the codec is
             usually run with.
-        level: Loudness that every recording is brought to, in dB (root mean square, full scale is 0).
-            None: as it is.
+        loudness: What every recording is brought to, in dB (root mean square, full scale is 0). None: as
+            it is.
         validation: Share of the recordings that is kept for validation.
         test: The same for the test.
         workers: Processes. Default: as many as there are cores.
@@ -193,7 +194,10 @@ def prepare(
     shares, named = Shares(validation, test), recordings(source, SOUNDS, "audio_filename")
     weights = weights or HUB.get(codec)
     if weights is None:
-        raise ValueError("--weights must name the folder of Lyra's .tflite files.")
+        raise ValueError(
+            "--weights must name the folder of Lyra's .tflite files (model_coeffs in its repository); "
+            "or take --codec encodec, which fetches its own."
+        )
     if Path(weights).is_dir():
         weights = str(Path(weights).resolve())
     voice = codecs.load(codec, weights)
@@ -201,7 +205,7 @@ def prepare(
     if not 1 <= levels <= voice.most:
         raise ValueError(f"--levels must be from 1 to {voice.most} for {weights}, but is {levels}.")
     mark, kept = (digest(Path(weights)), "") if codec == "lyra" else ("", weights)
-    task = AudioTask(levels, voice.codes, voice.rate / voice.hop, codec, kept, mark, level)
+    task = AudioTask(levels, voice.codes, voice.rate / voice.hop, codec, kept, mark, loudness)
     scratch = out.with_name(f".{out.name}.codes")
     work = partial(_keep, task, weights, scratch)
     done = dict(readable(work, named, workers, LONGEST))
@@ -225,7 +229,7 @@ def _keep(task: AudioTask, weights: str, scratch: Path, path: Path) -> Path:
     key = f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {weights} {task.to_dict()}"
     kept = scratch / f"{sha256(os.fsencode(key)).hexdigest()}.npy"
     if not kept.exists():
-        codes = codes_of(task.codec, weights, task.levels, task.level, None, path)
+        codes = codes_of(task.codec, weights, task.levels, task.loudness, None, path)
         scratch.mkdir(parents=True, exist_ok=True)
         beside = kept.with_suffix(".partial")
         with beside.open("wb") as file:
