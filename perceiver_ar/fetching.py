@@ -48,15 +48,13 @@ def fetch(file: File, folder: Path, progress: Progress = lambda count: None) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     progress(_size(part))
-    for went_on in (True, False) if part.exists() else (False,):
+    for _ in range(2 if part.exists() else 1):  # what was gone on from may be of another version
         _complete(file.url, part, progress)
         if _digest(part, file.digest.partition(":")[0]) == file.digest:
             part.rename(path)
             return path
         progress(-_size(part))
         part.unlink()
-        if not went_on:
-            break
     raise ValueError(f"{file.url} does not have the bytes that it should, so it was removed: try again.")
 
 

@@ -61,7 +61,8 @@ def read_midi(path: str | Path) -> Notes:
         raise ValueError(f"{path} is not a MIDI file that can be read: {error}") from None
     if score.tpq < 1:
         raise ValueError(f"{path} says that a quarter note has no ticks.")
-    played = [_played(track, _clock(score)) for track in score.tracks if not track.is_drum]
+    clock = _clock(score)
+    played = [_played(track, clock) for track in score.tracks if not track.is_drum]
     played = [part for part in played if len(part[0])]
     if not played:
         raise ValueError(f"{path} holds no notes.")

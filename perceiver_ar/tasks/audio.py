@@ -192,14 +192,7 @@ def prepare(
     for module in ("soundfile", "soxr"):
         need(module, "audio")
     shares, named = Shares(validation, test), recordings(source, SOUNDS, "audio_filename")
-    weights = weights or HUB.get(codec)
-    if weights is None:
-        raise ValueError(
-            "--weights must name the folder of Lyra's .tflite files (model_coeffs in its repository); "
-            "or take --codec encodec, which fetches its own."
-        )
-    if Path(weights).is_dir():
-        weights = str(Path(weights).resolve())
+    weights = _weights(codec, weights)
     voice = codecs.load(codec, weights)
     levels = voice.usual if levels is None else levels
     if not 1 <= levels <= voice.most:
@@ -221,6 +214,17 @@ def prepare(
     )
     shutil.rmtree(scratch)
     return store
+
+
+def _weights(codec: Kind, given: str | None) -> str:
+    """A codec's folder, from wherever it will be looked for, or its name on the hub."""
+    weights = given or HUB.get(codec)
+    if weights is None:
+        raise ValueError(
+            "--weights must name the folder of Lyra's .tflite files (model_coeffs in its repository); "
+            "or take --codec encodec, which fetches its own."
+        )
+    return str(Path(weights).resolve()) if Path(weights).is_dir() else weights
 
 
 def _keep(task: AudioTask, weights: str, scratch: Path, path: Path) -> Path:

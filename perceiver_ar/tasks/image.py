@@ -162,13 +162,13 @@ def prepare(
         workers: Processes. Default: as many as there are cores.
     """
     check_new(out)
-    need("PIL.Image", "image")
     task, shares = ImageTask(size, order), Shares(validation, test)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         source = _unpack(source, Path(scratch) / "unpacked")
         pictures = below(source, PICTURES) if source.is_dir() else []
         if pictures:
+            need("PIL.Image", "image")
             pixels = Path(scratch) / "pixels.npy"
             splits = _from_pictures(pictures, source, task, shares, workers, pixels)
         else:
