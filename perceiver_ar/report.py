@@ -42,6 +42,16 @@ def readable(
         print(f"{skipped} of {len(files)} files were skipped.", file=sys.stderr)
 
 
+def read_alone(read: Callable[[Path], Any], path: Path, seconds: float = 60) -> Any:
+    """What is read of one file, in a process of its own: some readers crash on damaged files."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist.")
+    (done,) = each(read, [path], 1, seconds)
+    if done.error is not None:
+        raise ValueError(f"{path} cannot be used: {done.error}")
+    return done.value
+
+
 def show(report: dict[str, Any], sample: str | None) -> None:
     """Prints the report, and the sample if there is one."""
     console = Console(highlight=False, markup=False)

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from perceiver_ar import codecs
 from perceiver_ar.codecs import HUB, Codec, Codes, Kind, Lyra
 from perceiver_ar.extras import need
-from perceiver_ar.report import readable
+from perceiver_ar.report import read_alone, readable
 from perceiver_ar.sealed import Damaged
 from perceiver_ar.sound import SOUNDS, read_sound, write_spectrogram, write_wav
 from perceiver_ar.splits import Shares, by_split, recordings
 from perceiver_ar.store import Store, check_new, smallest_dtype, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
-from perceiver_ar.workers import each
 
 WRITERS = {".wav": write_wav, ".png": write_spectrogram}
 LONGEST = 3600.0
@@ -116,16 +115,11 @@ class AudioTask(Task):
         return Document(tokens, 1, len(tokens))
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        """Of a recording, perhaps only the first seconds; read in a process that may crash."""
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist.")
+        """Of a recording, perhaps only the first seconds."""
         if keep is not None and keep < 1:
             raise ValueError(f"--keep must be at least 1 second, but is {keep}.")
         work = partial(codes_of, self.codec, self._source(), self.levels, self.loudness, keep)
-        (done,) = each(work, [path], workers=1, seconds=LONGEST)
-        if done.error is not None:
-            raise ValueError(f"{path} cannot be used: {done.error}")
-        return self.encode(done.value)
+        return self.encode(read_alone(work, path, LONGEST))
 
     def count(self, prompt: Tokens) -> int:
         """Five seconds."""

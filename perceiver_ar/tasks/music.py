@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from perceiver_ar import midi
 from perceiver_ar.extras import need
 from perceiver_ar.midi import EVENTS, NOTE_OFF, SHIFT, STEPS, VELOCITY, encode_midi
-from perceiver_ar.report import readable
+from perceiver_ar.report import read_alone, readable
 from perceiver_ar.splits import Shares, by_split, recordings
 from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
-from perceiver_ar.workers import each
 
 WRITERS = {".mid": midi.write_midi, ".midi": midi.write_midi, ".wav": midi.write_wav, ".png": midi.write_roll}
 
@@ -50,12 +49,12 @@ class MusicTask(Task):
         return tokens
 
     def read(self, path: Path) -> Document:
-        tokens = _stored(_events(path))
+        tokens = self.prompt_file(path)
         return Document(tokens, 1, len(tokens))
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
         """Of a MIDI file, perhaps only the first seconds."""
-        events = _events(path)
+        events = read_alone(encode_midi, path)
         if keep is not None and keep < 0:
             raise ValueError(f"--keep must be at least 0 seconds, but is {keep}.")
         if keep is not None:
@@ -72,16 +71,6 @@ class MusicTask(Task):
 
     def save(self, tokens: Tokens, path: Path) -> None:
         WRITERS[path.suffix](midi.decode(tokens[tokens >= FIRST] - FIRST), path)
-
-
-def _events(path: Path) -> Tokens:
-    """Of one file, in a process of its own: the reader of MIDI crashes on some that are damaged."""
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist.")
-    (done,) = each(encode_midi, [path], workers=1, seconds=60)
-    if done.error is not None:
-        raise ValueError(f"{path} cannot be used: {done.error}")
-    return done.value
 
 
 def _stored(events: Tokens) -> Tokens:
