@@ -208,9 +208,15 @@ def _blocks_shown(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the columns (B, rows, columns) are set in each row, and all, those that are first."""
-    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
+    """How many of the columns (B, rows, columns) are set in each row, and all, those that are first.
+
+    Not by sorting, for which triton compiles a kernel for many minutes.
+    """
+    counts = blocks.sum(-1, dtype=torch.int32)
+    before = blocks.cumsum(-1, dtype=torch.int32) - 1
+    columns = torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device).expand_as(before)
+    place = torch.where(blocks, before, counts[..., None] + columns - before - 1)
+    return counts[:, None], torch.empty_like(before).scatter(-1, place.long(), columns)[:, None]
 
 
 def _attend_by_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:

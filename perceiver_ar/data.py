@@ -4,7 +4,7 @@ Letters: B batch, M inputs (context), N latents, A position axes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,10 @@ class Batch:
         """The same change to every part."""
         parts: list[Any] = [self.inputs, self.targets, self.positions, self.lengths]
         return Batch(*(x if x is None else change(x) for x in parts))
+
+    def to(self, device: torch.device) -> "Batch":
+        """On that device, but for the lengths, which the model looks at."""
+        return replace(self.each(lambda x: x.to(device, non_blocking=True)), lengths=self.lengths)
 
     def rows(self, start: int, stop: int) -> "Batch":
         """Some of its examples; positions that all share stay as they are."""

@@ -114,7 +114,7 @@ def score(
     model.eval()
     try:
         while chunk := list(islice(found, batch_size)):
-            batch = collate([w for w, _ in chunk], latents, task).each(lambda x: x.to(device))
+            batch = collate([w for w, _ in chunk], latents, task).to(device)
             with torch.inference_mode(), autocast(device):
                 scores = model(
                     batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
@@ -138,7 +138,7 @@ def predict(model: nn.Module, task: Task, document: Document, count: int) -> tup
     count = min(count, config.latents, document.stop - document.first)
     begin = max(0, document.stop - 1 - config.context)
     window = Window(document.tokens[begin : document.stop], begin, count)
-    batch = collate([window], count, task).each(lambda x: x.to(next(model.parameters()).device))
+    batch = collate([window], count, task).to(next(model.parameters()).device)
     training = model.training
     with torch.inference_mode():
         logits = model.eval()(batch.inputs, positions=batch.positions, latents=count)

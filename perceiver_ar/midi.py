@@ -24,6 +24,9 @@ BIN = 4
 SUSTAIN = 64
 """Number of the pedal's controller, and the value from which it is down."""
 
+UNENDED = 5
+"""Seconds for which a note is held whose end is missing."""
+
 LONGEST = 86_400.0
 """Seconds of a piece that are believed: damaged files may last for years."""
 
@@ -174,25 +177,25 @@ def encode(notes: Notes) -> Tokens:
 def decode(events: Tokens) -> Notes:
     """Notes in steps, in the order in which they begin.
 
-    What makes no sense, such as the end of a note that did not begin, is passed over. Of notes of one
-    pitch the first to begin is the first to end, and the end of the piece ends what is left.
+    What makes no sense, such as the end of a note that did not begin, is passed over. A key that is
+    struck again ends its note before. A note without an end has UNENDED seconds, if there are so many.
     """
     now, velocity = 0, 64
     notes: list[list[int]] = []
-    open_: dict[int, list[list[int]]] = {pitch: [] for pitch in range(NOTE_OFF)}
+    sounding: dict[int, list[int]] = {}
     for event in events.tolist():
+        if event < SHIFT and (begun := sounding.pop(event % NOTE_OFF, None)):
+            begun[1] = now
         if event < NOTE_OFF:
             notes.append([now, -1, event, velocity])
-            open_[event].append(notes[-1])
-        elif event < SHIFT:
-            if begun := open_[event - NOTE_OFF]:
-                begun.pop(0)[1] = now
-        elif event < VELOCITY:
+            sounding[event] = notes[-1]
+        elif SHIFT <= event < VELOCITY:
             now += event - SHIFT + 1
-        else:
+        elif event >= VELOCITY:
             velocity = (event - VELOCITY) * BIN + 1
     start, end, pitch, loudness = np.array(notes, dtype=np.int64).reshape(-1, 4).T
-    return Notes(start, np.maximum(np.where(end < 0, now, end), start + 1), pitch, loudness)
+    unended = np.minimum(start + UNENDED * STEPS, now)
+    return Notes(start, np.maximum(np.where(end < 0, unended, end), start + 1), pitch, loudness)
 
 
 def to_score(notes: Notes) -> Any:

@@ -192,7 +192,8 @@ class PerceiverAR(Pretrained):
         """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their Scores.
 
         tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
-        padding itself means nothing. positions (B, M) or (B, M, A) default to 0, 1, ... from the
+        padding itself means nothing. Lengths are best left on the CPU, where they can be looked at for
+        nothing: without padded latents the self-attends are faster. positions (B, M) or (B, M, A) default to 0, 1, ... from the
         first real token. latents defaults to the config's, and to the number of targets.
         """
         # One entry for logits and loss, since DDP and FSDP only see calls of forward.
@@ -200,9 +201,10 @@ class PerceiverAR(Pretrained):
             _check_targets(tokens, targets, latents)
             latents, targets = targets.shape[1], targets.long()
         count = self._count(tokens, latents)
-        tokens, lengths = tokens.long(), _check_lengths(tokens, lengths)
+        padded, tokens = _some_padded(tokens, lengths, count), tokens.long()
+        lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=True)
         positions = self.place(tokens, positions, lengths)
-        z = self.norm(self._latents(tokens, positions, count, lengths))
+        z = self.norm(self._latents(tokens, positions, count, lengths, padded))
         if targets is None:
             return self.output(z, self.embedding.tokens)
         return self.output.score(z, targets, self.embedding.tokens)
@@ -234,11 +236,13 @@ class PerceiverAR(Pretrained):
             )
         return positions
 
-    def _latents(self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None) -> Tensor:
-        """The latents after the cross-attend and all self-attends, (B, N, C)."""
+    def _latents(
+        self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
+    ) -> Tensor:
+        """The latents, of which some may be padded, after all attends, (B, N, C)."""
         config = self.config
         visible = None if lengths is None else _real(tokens, lengths)
-        latents_visible = None if visible is None else visible[:, -count:]
+        latents_visible = visible[:, -count:] if visible is not None and padded else None
         latents_positions = positions[:, -count:]
         drop_inputs = self.training and config.cross_dropout > 0
         drop_latents = self.training and config.latent_dropout > 0
@@ -298,21 +302,23 @@ def _check_targets(tokens: Tensor, targets: Tensor, latents: int | None) -> None
         )
 
 
-def _check_lengths(tokens: Tensor, lengths: Tensor | None) -> Tensor | None:
+def _some_padded(tokens: Tensor, lengths: Tensor | None, count: int) -> bool:
+    """Whether padding may reach into the last few inputs, once the lengths are found to be right."""
     if lengths is None:
-        return None
+        return False
     if lengths.shape != tokens.shape[:1] or lengths.is_floating_point():
         raise ValueError(
             f"lengths must be whole numbers of shape ({tokens.shape[0]},), not {_describe(lengths)}."
         )
     # On a GPU, or in a graph, looking at the values would cost more than it tells.
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        low, high = (int(x) for x in lengths.aminmax()) if len(lengths) else (0, 0)
-        if low < 0 or high > tokens.shape[1]:
-            raise ValueError(
-                f"lengths must be from 0 to the {tokens.shape[1]} inputs, but go from {low} to {high}."
-            )
-    return lengths
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    low, high = (int(x) for x in lengths.aminmax()) if len(lengths) else (0, 0)
+    if low < 0 or high > tokens.shape[1]:
+        raise ValueError(
+            f"lengths must be from 0 to the {tokens.shape[1]} inputs, but go from {low} to {high}."
+        )
+    return low < count
 
 
 def _real(tokens: Tensor, lengths: Tensor) -> Tensor:

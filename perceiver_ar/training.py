@@ -265,7 +265,7 @@ def accumulate(job: Job, run: State, batch: Batch) -> tuple[Tensor, Tensor | Non
     nats, right = torch.zeros((), device=device), torch.zeros((), device=device)
     for start in range(0, len(batch), run.micro):
         job.stop_if_asked()
-        part = batch.rows(start, start + run.micro).each(lambda x: x.to(device, non_blocking=True))
+        part = batch.rows(start, start + run.micro).to(device)
         torch.manual_seed(((config.seed * 1_000_003 + run.step) * 65_537 + start) % 2**63)  # of dropout
         with precision(config, device):
             scores = run.model(

@@ -153,6 +153,22 @@ def test_padded_examples_give_the_same_logits_as_each_alone(positions: Positions
     assert together.isfinite().all()
 
 
+@pytest.mark.parametrize(("shortest", "masks"), [(N, 1), (N - 1, 3)], ids=["inputs", "latents"])
+def test_self_attends_have_a_mask_only_where_latents_are_padded(
+    monkeypatch: pytest.MonkeyPatch, shortest: int, masks: int
+) -> None:
+    model = make()
+    tokens, _ = draw(model)
+    lengths = torch.tensor([M, shortest])
+    plain = model(tokens, lengths=lengths)
+    spy = Mock(wraps=model_module.attend)
+    monkeypatch.setattr(model_module, "attend", spy)
+    model(tokens, lengths=lengths)
+    assert sum(call.args[3] is not None for call in spy.call_args_list) == masks
+    monkeypatch.setattr(model_module, "_some_padded", lambda tokens, lengths, count: True)
+    torch.testing.assert_close(model(tokens, lengths=lengths), plain, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("count", [1, 3, N, 9, M])
 def test_latents_at_call_time_equal_a_model_built_with_as_many(queries: Queries, count: int) -> None:

@@ -128,6 +128,14 @@ def test_tempo_changes_are_followed(tmp_path: Path) -> None:
     assert notes.end[0] == pytest.approx(2.0 + 1.0)
 
 
+def test_notes_without_an_end_do_not_sound_on_and_on() -> None:
+    on, off, second = 60, 128 + 60, 256 + 99
+    struck = decode(np.array([on, second, on, second, off, second, on, second, off]))
+    assert struck.end.tolist() == [100, 200, 400]  # not each one's end taken for the one before
+    held = decode(np.array([on] + 9 * [second]))
+    assert held.end.tolist() == [100 * midi.UNENDED]
+
+
 @settings(max_examples=200, deadline=None)
 @given(events=EVENT_LISTS)
 def test_any_events_decode_to_notes_that_can_be_played(events: np.ndarray) -> None:
