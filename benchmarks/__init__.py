@@ -1,1 +1,1 @@
-"""How fast it is: `python -m benchmarks --help`."""
+"""What the library's speed is measured with: `python -m benchmarks --help`."""

@@ -1,126 +1,116 @@
-"""Times a training step at the sizes of benchmarks/RESULTS.md; prints one JSON line a size."""
+"""The command: which benchmarks, at which sizes; JSON lines on standard output, then a table."""
 
-import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import tyro
 
-from perceiver_ar import ModelConfig, PerceiverAR
+from benchmarks import evaluation, generation, kernels, loading, training
+from benchmarks.measure import Figure, show_table
+from benchmarks.sizes import SIZES
+from perceiver_ar import PerceiverAR
 from perceiver_ar.config import unknown
-from perceiver_ar.device import autocast, describe, pick_device
+from perceiver_ar.device import best_dtype, pick_device
 
-
-@dataclass(frozen=True)
-class Size:
-    """A model and a batch to time it with."""
-
-    model: ModelConfig
-    batch: int
-
-
-SIZES = {
-    "laptop": Size(ModelConfig(259, 4096, 512, channels=256, heads=8, layers=6), 4),
-    "8k": Size(ModelConfig(259, 8192, 1024, layers=12), 32),
-    "12k-60": Size(ModelConfig(259, 12_289, 1024, layers=60), 16),
-    "131k": Size(ModelConfig(259, 131_072, 1024, layers=6), 4),
-    "1m": Size(ModelConfig(259, 1_048_576, 1024, layers=6), 1),
-}
+KINDS = ("train", "attention", "generate", "evaluate", "load")
 
 
 def main(
-    sizes: tyro.conf.Positional[tuple[str, ...]] = ("laptop",),
+    names: tyro.conf.Positional[tuple[str, ...]] = (),
     device: str = "auto",
     repeats: int = 10,
     compile: bool = False,
     cross_dropout: float = 0.0,
+    plain: bool = False,
+    profile: bool = False,
+    batch: tuple[int, ...] = (1, 16, 64),
+    prompt: int | None = None,
+    tokens: int = 256,
+    mode: generation.Mode = "cached",
 ) -> None:
-    """Times training steps (forward, backward, fused AdamW).
+    """Times the library: one JSON line a figure, and a table at the end.
 
     Args:
-        sizes: Which of laptop, 8k, 12k-60, 131k and 1m.
+        names: Benchmarks (train, attention, generate, evaluate, load) and sizes (laptop, 8k, 12k-60,
+            131k, 1m). Sizes alone: their training. Benchmarks alone: on a CPU at the size laptop, on a
+            GPU at 8k and generation at 12k-60. Nothing: all benchmarks.
         device: auto, cpu, cuda, mps ...
-        repeats: Timed steps, after three to warm up.
+        repeats: How often each is timed, once it is warm.
         compile: Compile each block.
-        cross_dropout: Share of inputs that the cross-attend drops.
+        cross_dropout: train: share of inputs that the cross-attend drops.
+        plain: train: without the fast paths of the model, which is what they are compared with.
+        profile: train: also show where the time goes.
+        batch: generate: rows drawn at once; several are timed one after the other.
+        prompt: generate: tokens of the prompt. Default: half the context.
+        tokens: generate: how many to draw.
+        mode: generate: with a cache, or all latents of every step computed anew (the paper's "no caching").
     """
+    kinds, sizes = choose(names)
     where = pick_device(device)
-    for name in sizes:
-        timed = time_training(find_size(name), where, repeats, compile, cross_dropout)
-        print(json.dumps({"size": name, **timed}))
+    figures = []
+    train = {"compiled": compile, "cross_dropout": cross_dropout, "plain": plain, "profiled": profile}
+    drawn = {"rows": batch, "prompt": prompt, "tokens": tokens, "mode": mode, "compiled": compile}
+    for kind in kinds:
+        for figure in run(kind, sizes, where, repeats, train, drawn):
+            print(figure.line(), flush=True)
+            figures.append(figure)
+    show_table(figures)
 
 
-def find_size(name: str) -> Size:
-    if name not in SIZES:
-        raise ValueError(unknown("size", name, SIZES))
-    return SIZES[name]
+def choose(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Benchmarks and sizes among the names."""
+    for name in names:
+        if name not in KINDS and name not in SIZES:
+            raise ValueError(unknown("benchmark or size", name, (*KINDS, *SIZES)))
+    kinds, sizes = [n for n in names if n in KINDS], [n for n in names if n in SIZES]
+    return kinds or (["train"] if sizes else list(KINDS)), sizes
 
 
-def time_training(
-    size: Size, device: torch.device, repeats: int, compiled: bool, cross_dropout: float
-) -> dict[str, Any]:
-    config = replace(size.model, cross_dropout=cross_dropout)
-    model = PerceiverAR(config).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(config.vocab_size, (size.batch, config.context), device=device)
-    targets = torch.randint(config.vocab_size, (size.batch, config.latents), device=device)
-    if compiled:
+def run(
+    kind: str,
+    sizes: list[str],
+    device: torch.device,
+    repeats: int,
+    train: dict[str, Any],
+    drawn: dict[str, Any],
+) -> Iterator[Figure]:
+    """All figures of one benchmark."""
+    if kind == "attention":
+        yield from kernels.time_attention(device, repeats)
+        return
+    usual = "laptop" if device.type != "cuda" else "12k-60" if kind == "generate" else "8k"
+    for name in sizes or [usual]:
+        size = SIZES[name]
+        if kind == "train":
+            yield training.time_training(name, size, device, repeats, **train)
+        elif kind == "generate":
+            yield from draw(name, device, repeats, **drawn)
+        elif kind == "evaluate":
+            yield from evaluation.time_evaluation(name, size, device, repeats, train["compiled"])
+        else:
+            yield loading.time_loading(name, size, repeats)
+
+
+def draw(
+    name: str, device: torch.device, repeats: int, rows: tuple[int, ...], prompt: int | None, **settings: Any
+) -> Iterator[Figure]:
+    """Generation at several batch sizes by one model."""
+    config = SIZES[name].model
+    with device:
+        model = PerceiverAR(config).to(best_dtype(device)).eval()
+    if settings["compiled"] and settings["mode"] == "no-caching":
         for block in (model.cross_attend, *model.self_attends):
-            block.compile(fullgraph=True)
-
-    def step() -> None:
-        with autocast(device):
-            loss = model.nats(tokens, targets).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    seconds = time_repeatedly(step, device, repeats)
-    rates = [size.batch / s for s in seconds]
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-    return {
-        "sequences_per_second": round(statistics.median(rates), 3),
-        "spread": [round(min(rates), 3), round(max(rates), 3)],
-        "batch": size.batch,
-        "peak_gib": peak and round(peak, 2),
-        "compiled": compiled,
-        "cross_dropout": cross_dropout,
-        "device": describe(device),
-        "torch": torch.__version__,
-    }
-
-
-def time_repeatedly(run: Callable[[], None], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each repeat, after three to warm up."""
-    for _ in range(3):
-        run()
-    seconds = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
-def run_command(main: Callable[..., None], name: str) -> None:
-    try:
-        tyro.cli(main, prog=name, config=(tyro.conf.FlagCreatePairsOff,))
-    except ValueError as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
-        sys.exit(2)
+            block.compile()
+    for count in rows:
+        given = config.context // 2 if prompt is None else prompt
+        yield from generation.time_generation(name, model, count, given, repeats=repeats, **settings)
 
 
 if __name__ == "__main__":
-    run_command(main, "python -m benchmarks")
+    try:
+        tyro.cli(main, prog="python -m benchmarks", config=(tyro.conf.FlagCreatePairsOff,))
+    except ValueError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        sys.exit(2)

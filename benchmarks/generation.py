@@ -1,78 +1,76 @@
-"""Times generation at the sizes of benchmarks/RESULTS.md; prints one JSON line a batch size."""
+"""Generation: the time of a token, of the first one, and of the refreshes among them."""
 
-import itertools
-import json
 import time
-from typing import Any, Literal
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal
 
 import torch
-import tyro
 
-from benchmarks.__main__ import find_size, run_command, synchronize
+from benchmarks.measure import Figure, forget_peak, peak_gib, rounded, synchronize, time_repeatedly
 from perceiver_ar import PerceiverAR, stream
-from perceiver_ar.device import best_dtype, describe, pick_device
+from perceiver_ar.caching import half, prefill, refresh
 
-
-def main(
-    size: tyro.conf.Positional[str] = "laptop",
-    batch: tuple[int, ...] = (1,),
-    prompt: tuple[int, ...] = (1,),
-    tokens: int = 256,
-    mode: Literal["cached", "no-caching"] = "cached",
-    compile: bool = False,
-    device: str = "auto",
-) -> None:
-    """Times the drawing of tokens, at temperature 1, in bf16 on a GPU.
-
-    Args:
-        size: One of laptop, 8k, 12k-60, 131k and 1m.
-        batch: Rows drawn at once.
-        prompt: Tokens of the prompt; several lengths are timed one after the other.
-        tokens: Tokens to draw.
-        mode: With a cache, or all N latents of every step computed anew (the paper's "no caching").
-        compile: Compile each block.
-        device: auto, cpu, cuda, mps ...
-    """
-    if tokens < 5:
-        raise ValueError("timing needs at least 5 tokens.")
-    where = pick_device(device)
-    with where:
-        model = PerceiverAR(find_size(size).model).to(best_dtype(where)).eval()
-    if compile and mode == "no-caching":
-        for block in (model.cross_attend, *model.self_attends):
-            block.compile()
-    for rows, given in itertools.product(batch, prompt):
-        timed = time_generation(model, rows, given, tokens, mode == "cached", compile)
-        print(json.dumps({"size": size, "mode": mode, **timed}), flush=True)
+Mode = Literal["cached", "no-caching"]
 
 
 def time_generation(
-    model: PerceiverAR, rows: int, prompt: int, tokens: int, cache: bool, compiled: bool
-) -> dict[str, Any]:
-    """Seconds to the fourth token, with any compiling, and of each token after it."""
+    name: str,
+    model: PerceiverAR,
+    rows: int,
+    prompt: int,
+    tokens: int,
+    repeats: int,
+    mode: Mode = "cached",
+    compiled: bool = False,
+) -> Iterator[Figure]:
+    """Milliseconds and tokens a second, over as many stretches as there are repeats."""
+    if tokens < 4 + repeats:
+        raise ValueError(f"timing {repeats} stretches needs at least {4 + repeats} tokens.")
     device = model.norm.weight.device
     given = torch.randint(model.config.vocab_size, (rows, prompt), device=device)
-    marks = [time.perf_counter()]
-    for t, _ in enumerate(stream(model, given, tokens, cache=cache, grow_latents=cache, compile=compiled)):
-        if t in (3, tokens - 1):
+    forget_peak(device)
+    # The fourth token is the first that neither compiles nor records anything.
+    bounds = [3 + (tokens - 4) * part // repeats for part in range(repeats + 1)]
+    began, marks, first = time.perf_counter(), [], 0.0
+    cached = mode == "cached"
+    drawing = stream(model, given, tokens, cache=cached, grow_latents=cached, compile=compiled)
+    for t, _ in enumerate(drawing):
+        if t == 0:
+            synchronize(device)
+            first = time.perf_counter() - began
+        if t in bounds:
             synchronize(device)
             marks.append(time.perf_counter())
-    began, warm, done = marks
-    seconds = (done - warm) / (tokens - 4)
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-    return {
+    steps = [(b - a) / (y - x) for (a, b), (x, y) in zip(pairwise(marks), pairwise(bounds), strict=True)]
+    details = {
         "batch": rows,
         "prompt": prompt,
         "tokens": tokens,
+        "mode": mode,
         "compiled": compiled,
-        "ms_per_step": round(1000 * seconds, 4),
-        "tokens_per_second": round(rows / seconds, 1),
-        "start_seconds": round(warm - began, 2),
-        "peak_gib": peak and round(peak, 2),
-        "device": describe(device),
-        "torch": torch.__version__,
+        "first_token_seconds": rounded(first),
+        "start_seconds": rounded(marks[0] - began),
+        "peak_gib": peak_gib(device),
     }
+    yield Figure("generate", name, "ms/token", [1000 * s for s in steps], device, details)
+    yield Figure("generate", name, "tokens/s", [rows / s for s in steps], device, details)
+    if cached:
+        mean = (marks[-1] - marks[0]) / (bounds[-1] - bounds[0])
+        yield from time_refresh(name, model, given, mean, repeats)
 
 
-if __name__ == "__main__":
-    run_command(main, "python -m benchmarks.generation")
+@torch.inference_mode()
+def time_refresh(
+    name: str, model: PerceiverAR, given: torch.Tensor, seconds: float, repeats: int
+) -> Iterator[Figure]:
+    """The share of a step's time that refreshes take, one for half as many tokens as there are latents."""
+    latents, held = model.config.latents, min(given.shape[1], model.config.context)
+    if half(held, latents) < latents // 2:
+        return  # the prompt is too short for a whole refresh
+    places = torch.arange(held, device=given.device)[None, :, None]
+    _, cache = prefill(model, given[:, -held:], places, (held, latents))
+    times = time_repeatedly(lambda: refresh(model, cache, latents // 2), given.device, repeats)
+    every = latents // 2 + 1
+    shares = [100 * s / (seconds * every) for s in times]
+    yield Figure("generate", f"{name}, refresh", "% of the time", shares, given.device, {"batch": len(given)})

@@ -193,8 +193,9 @@ class PerceiverAR(Pretrained):
 
         tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
         padding itself means nothing. Lengths are best left on the CPU, where they can be looked at for
-        nothing: without padded latents the self-attends are faster. positions (B, M) or (B, M, A) default to 0, 1, ... from the
-        first real token. latents defaults to the config's, and to the number of targets.
+        nothing: without padded latents the self-attends are faster. positions (B, M) or (B, M, A)
+        default to 0, 1, ... from the first real token. latents defaults to the config's, and to the
+        number of targets.
         """
         # One entry for logits and loss, since DDP and FSDP only see calls of forward.
         if targets is not None:

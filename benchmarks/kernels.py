@@ -1,0 +1,85 @@
+"""Attention alone, by kernel and shape."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Figure, forget_peak, peak_gib, time_repeatedly
+from benchmarks.sizes import attention_flops
+from perceiver_ar import attention
+from perceiver_ar.device import best_dtype
+
+GPU_SHAPES = [
+    (4, 16, 1024, 131_072, 64),
+    (32, 16, 1024, 12_288, 64),
+    (64, 16, 1024, 4096, 64),
+    (32, 16, 1024, 1024, 64),
+    (4, 8, 1024, 131_072, 128),
+    (1, 16, 1024, 1_048_576, 64),
+]
+CPU_SHAPES = [(4, 8, 512, 4096, 32), (4, 8, 512, 512, 32), (1, 4, 1024, 16_384, 64)]
+"""B, H, N, M, K."""
+
+Kernel = Callable[..., Tensor]
+
+
+def time_attention(device: torch.device, repeats: int) -> Iterator[Figure]:
+    """TFLOP/s of every kernel that this device has, forwards, and forwards and backwards."""
+    for shape in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
+        for name, kernel in kernels(device, square=shape[2] == shape[3]).items():
+            yield from time_kernel(name, kernel, shape, device, repeats)
+
+
+def kernels(device: torch.device, square: bool) -> dict[str, Kernel]:
+    """By name, without those that take a mask of keys only."""
+    found: dict[str, Kernel] = {"chosen": attention.attend}
+    if square:
+        found["square"] = _open(attention._attend_square)
+    if device.type == "cuda":
+        found["flash"] = _open(attention._attend_flash)
+        found["flex"] = _all_shown(attention._attend_flex)
+    if device.type == "cpu":
+        found |= {"in two": _open(attention._attend_in_two), "reference": attention.reference}
+    return found | {"rows": _open(attention._attend_by_rows)}
+
+
+def _open(kernel: Kernel) -> Kernel:
+    return lambda q, k, v: kernel(q, k, v, None, False)
+
+
+def _all_shown(kernel: Kernel) -> Kernel:
+    """With a mask that hides nothing, as it is where some are padded and others not."""
+    return lambda q, k, v: kernel(
+        q, k, v, torch.ones(len(k), k.shape[2], dtype=torch.bool, device=k.device), False
+    )
+
+
+def time_kernel(
+    name: str, kernel: Kernel, shape: tuple[int, int, int, int, int], device: torch.device, repeats: int
+) -> Iterator[Figure]:
+    batch, heads, queries, keys, width = shape
+    forget_peak(device)
+    q, k, v = (
+        torch.randn(batch, heads, length, width, dtype=best_dtype(device), device=device, requires_grad=True)
+        for length in (queries, keys, keys)
+    )
+    grad = torch.randn_like(q)
+
+    def forwards() -> None:
+        with torch.no_grad():
+            kernel(q, k, v)
+
+    def both() -> None:
+        torch.autograd.grad(kernel(q, k, v), (q, k, v), grad)
+
+    flops = batch * attention_flops(queries, keys, heads * width)
+    runs: tuple[tuple[str, Callable[[], Any], float], ...] = (
+        ("forward", forwards, flops),
+        ("forward and backward", both, 3.5 * flops),
+    )
+    for what, run, work in runs:
+        rates = [work / seconds / 1e12 for seconds in time_repeatedly(run, device, repeats)]
+        case = f"{', '.join(f'{x:,}' for x in shape)}: {name}, {what}"
+        yield Figure("attention", case, "TFLOP/s", rates, device, {"peak_gib": peak_gib(device)})

@@ -1,0 +1,128 @@
+"""Timing, and what a figure has to say: median and spread, memory, machine and versions."""
+
+import functools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from perceiver_ar.device import best_dtype, describe
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One thing that was measured a few times."""
+
+    benchmark: str
+    case: str
+    unit: str
+    values: list[float]
+    device: torch.device
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def line(self) -> str:
+        """JSON, with all that is needed to compare it with another."""
+        return json.dumps(
+            {
+                "benchmark": self.benchmark,
+                "case": self.case,
+                "median": rounded(self.median),
+                "spread": [rounded(min(self.values)), rounded(max(self.values))],
+                "unit": self.unit,
+                **self.details,
+                "repeats": len(self.values),
+                "device": describe(self.device),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            }
+        )
+
+
+def show_table(figures: list[Figure]) -> None:
+    """All figures at a glance, on standard error."""
+    table = Table("benchmark", "case", box=None, padding=(0, 2, 0, 0))
+    for heading in ("median", "spread"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("at")
+    for figure in figures:
+        median, *spread = (
+            f"{rounded(x):,g}" for x in (figure.median, min(figure.values), max(figure.values))
+        )
+        about = figure.details
+        known = {
+            "batch {}": about.get("batch"),
+            "{} TFLOP/s": about.get("tflops"),
+            "{} of matmul's": about.get("of_matmul_rate"),
+            "{} GiB": about.get("peak_gib"),
+        }
+        at = ", ".join(words.format(value) for words, value in known.items() if value is not None)
+        table.add_row(figure.benchmark, figure.case, median, "-".join(spread), figure.unit, at)
+    Console(stderr=True).print(table)
+
+
+def rounded(x: float) -> float:
+    """Four digits."""
+    return float(f"{x:.4g}")
+
+
+def time_repeatedly(
+    run: Callable[[], Any], device: torch.device, repeats: int, warm_up: int = 3
+) -> list[float]:
+    """Seconds of each repeat, once it is warm."""
+    for _ in range(warm_up):
+        run()
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begins to watch the memory of a GPU anew."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """The most memory of a GPU since then."""
+    return rounded(torch.cuda.max_memory_allocated(device) / 2**30) if device.type == "cuda" else None
+
+
+@functools.cache
+def matmul_rate(device: torch.device) -> float:
+    """FLOP/s of a large matrix product in the precision that models are trained in."""
+    side = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(side, side, dtype=best_dtype(device), device=device) for _ in range(2))
+    return 2 * side**3 / statistics.median(time_repeatedly(lambda: a @ b, device, 5))
+
+
+def profile(run: Callable[[], Any], device: torch.device) -> str:
+    """Where the time of one call goes, the slowest kernels first."""
+    kinds = torch.profiler.supported_activities()
+    with torch.profiler.profile(activities=kinds) as found:
+        run()
+        synchronize(device)
+    order = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+    return found.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=90)
