@@ -13,6 +13,7 @@ from benchmarks.sizes import SIZES
 from perceiver_ar import PerceiverAR
 from perceiver_ar.config import unknown
 from perceiver_ar.device import best_dtype, pick_device
+from perceiver_ar.model import compile_blocks
 
 KINDS = ("train", "attention", "generate", "evaluate", "load")
 
@@ -101,8 +102,7 @@ def draw(
     with device:
         model = PerceiverAR(config).to(best_dtype(device)).eval()
     if settings["compiled"] and settings["mode"] == "no-caching":
-        for block in (model.cross_attend, *model.self_attends):
-            block.compile()
+        compile_blocks(model)
     for count in rows:
         given = config.context // 2 if prompt is None else prompt
         yield from generation.time_generation(name, model, count, given, repeats=repeats, **settings)

@@ -9,6 +9,7 @@ from benchmarks.measure import Figure, forget_peak, peak_gib, time_repeatedly
 from benchmarks.sizes import Size
 from perceiver_ar import PerceiverAR, evaluate
 from perceiver_ar.device import autocast
+from perceiver_ar.model import compile_blocks
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.tokens import TokensTask
 
@@ -21,8 +22,7 @@ def time_evaluation(
     forget_peak(device)
     model = PerceiverAR(config).to(device)
     if compiled:
-        for block in (model.cross_attend, *model.self_attends):
-            block.compile()
+        compile_blocks(model)
     tokens = torch.randint(3, config.vocab_size, (batch, config.context), device=device)
     targets = torch.randint(3, config.vocab_size, (batch, config.latents), device=device)
 

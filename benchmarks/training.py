@@ -13,6 +13,7 @@ from benchmarks.sizes import Size, forward_flops
 from perceiver_ar import PerceiverAR, attention
 from perceiver_ar.device import autocast
 from perceiver_ar.embedding import InputEmbedding
+from perceiver_ar.model import compile_blocks
 
 
 def time_training(
@@ -33,8 +34,7 @@ def time_training(
     tokens = torch.randint(config.vocab_size, (size.batch, config.context), device=device)
     targets = torch.randint(config.vocab_size, (size.batch, config.latents), device=device)
     if compiled:
-        for block in (model.cross_attend, *model.self_attends):
-            block.compile(fullgraph=True)
+        compile_blocks(model, fullgraph=True)
 
     def step() -> None:
         with autocast(device):

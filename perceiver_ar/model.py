@@ -358,6 +358,20 @@ def build(config: ModelConfig) -> PerceiverAR:
     return PerceiverAR(config)
 
 
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """Compiles each block, as torch.compile does; those of one shape share what is compiled.
+
+    Training, evaluation, padding and changing lengths each need it once more: more often, together,
+    than torch would compile before it goes on without a word, and without compiling.
+    """
+    import torch._dynamo as dynamo  # it takes a second
+
+    dynamo.config.recompile_limit = max(64, dynamo.config.recompile_limit)
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.compile(**options)
+
+
 def parameter_count(config: ModelConfig) -> int:
     """How many parameters the module of a config has, without making them."""
     with torch.device("meta"):

@@ -33,7 +33,7 @@ from perceiver_ar.evaluation import evaluate, predict
 from perceiver_ar.feed import Feed
 from perceiver_ar.initial import start_from
 from perceiver_ar.metrics import Metrics, import_logger
-from perceiver_ar.model import Block, PerceiverAR, build
+from perceiver_ar.model import PerceiverAR, build, compile_blocks
 from perceiver_ar.optim import learning_rate, make_optimizer, update_average
 from perceiver_ar.run import Data, Origin, Source, begin, export, open_source, settle
 from perceiver_ar.windows import Examples, generator
@@ -150,9 +150,7 @@ def make_state(
         model.load_state_dict(weights)
     model.to(device).train()
     if config.compile:
-        for module in model.modules():
-            if isinstance(module, Block):
-                module.compile()
+        compile_blocks(model)
     average = [p.detach().clone() for p in model.parameters()] if config.ema else []
     examples = source.examples(experiment.model.context)
     micro = min(config.micro_batch_size or config.batch_size, config.batch_size)

@@ -19,7 +19,7 @@ import perceiver_ar.model as model_module
 from perceiver_ar.config import ModelConfig, Positions, Queries
 from perceiver_ar.embedding import InputEmbedding
 from perceiver_ar.layers import look_up
-from perceiver_ar.model import PerceiverAR, parameter_count
+from perceiver_ar.model import PerceiverAR, compile_blocks, parameter_count
 
 B, M, N, V = 2, 12, 5, 30
 POSITIONS: list[Positions] = ["rotary", "sinusoidal", "learned", "axial", "none"]
@@ -475,3 +475,42 @@ def test_the_gradient_of_a_look_up_on_the_gpu() -> None:
     (look_up(table, ids) * weight).sum().backward()
     summed = torch.zeros_like(table).index_add(0, ids.flatten(), weight.flatten(0, 1))
     torch.testing.assert_close(table.grad, summed, atol=2e-2, rtol=1e-2)
+
+
+def test_nothing_is_compiled_again_when_lengths_latents_and_modes_come_back() -> None:
+    made = run = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nonlocal made
+        made += 1
+
+        def counted(*args: Any) -> Any:
+            nonlocal run
+            run += 1
+            return graph.forward(*args)
+
+        return counted
+
+    model = make(context=64, latents=16, layers=3, cross_dropout=0.3, residual_dropout=0.1)
+    compile_blocks(model, backend=backend)
+    cases = [
+        (3, 64, 16, True, None),
+        (3, 50, 16, True, None),
+        (3, 64, 8, True, None),
+        (3, 64, 16, False, None),
+        (3, 64, 16, True, torch.tensor([64, 30, 20])),
+        (3, 64, 16, True, torch.tensor([64, 30, 5])),
+        (2, 64, 16, True, None),
+        (2, 33, 12, False, torch.tensor([33, 3])),
+    ]
+    counts = []
+    for _ in range(3):
+        made = run = 0
+        for batch, inputs, latents, training, lengths in cases:
+            model.train(training)
+            with torch.set_grad_enabled(training):
+                model(torch.randint(V, (batch, inputs)), latents=latents, lengths=lengths)
+        counts.append((made, run))
+    blocks = 4 * len(cases)
+    assert counts[0][0] > 8  # more than torch would by default
+    assert counts == [(counts[0][0], blocks), (0, blocks), (0, blocks)]
