@@ -155,6 +155,7 @@ def evaluate(
     batch_size: int = 8,
     data: Path | None = None,
     plot: Path | None = None,
+    compile: bool = False,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -169,9 +170,11 @@ def evaluate(
         batch_size: Windows at a time.
         data: Another token store than the run was trained on.
         plot: Picture of the loss by position in the document.
+        compile: Compile each block: on a GPU, faster after a minute's wait.
     """
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import evaluate, predict
+    from perceiver_ar.model import compile_blocks
     from perceiver_ar.report import draw, progress_bar, show
     from perceiver_ar.run import check_vocabulary, load, open_source
 
@@ -180,6 +183,8 @@ def evaluate(
     model, task, before = load(run, str(pick_device(device)))
     source = open_source(task.name, task.to_dict(), data or before)
     check_vocabulary(source, model)
+    if compile:
+        compile_blocks(model)
     documents = source.documents(split)
     with progress_bar(not as_json, "scoring") as progress:
         report = evaluate(

@@ -112,6 +112,7 @@ def score(
     device, training = next(model.parameters()).device, model.training
     found = (pair for document in documents for pair in windows(document, context, stride))
     model.eval()
+    before = None  # what is yielded is looked at while a GPU computes the next
     try:
         while chunk := list(islice(found, batch_size)):
             batch = collate([w for w, _ in chunk], latents, task).to(device)
@@ -119,7 +120,11 @@ def score(
                 scores = model(
                     batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
                 )
-            yield scores.nats, scores.right, [places for _, places in chunk]
+            if before is not None:
+                yield before
+            before = scores.nats, scores.right, [places for _, places in chunk]
+        if before is not None:
+            yield before
     finally:
         model.train(training)
 

@@ -364,9 +364,10 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     Training, evaluation, padding and changing lengths each need it once more: more often, together,
     than torch would compile before it goes on without a word, and without compiling.
     """
-    import torch._dynamo as dynamo  # it takes a second
+    import torch._dynamo  # it takes a second
 
-    dynamo.config.recompile_limit = max(64, dynamo.config.recompile_limit)
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(64, dynamo.recompile_limit)
     for module in model.modules():
         if isinstance(module, Block):
             module.compile(**options)

@@ -6,10 +6,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from perceiver_ar import ModelConfig, PerceiverAR
+from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, train
+from perceiver_ar.store import write_store
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,6 +44,28 @@ def test_fast_paths_are_at_least_1_3_times_as_fast_on_a_cpu() -> None:
     size = sizes.SIZES["laptop"]
     rates = [training.time_training("laptop", size, CPU, 2, plain=plain).median for plain in (False, True)]
     assert rates[0] > 1.3 * rates[1]
+
+
+def test_two_hundred_steps_learn_alike_with_and_without_fast_paths(tmp_path: Path) -> None:
+    steps = np.random.default_rng(0).choice([1, 2, 5], size=(4, 3000), p=[0.7, 0.2, 0.1])
+    write_store(tmp_path / "store", {"train": 3 + steps.cumsum(axis=1) % 30}, 33, "tokens")
+    model = ModelConfig(33, 96, 24, channels=32, heads=2, layers=2, cross_dropout=0.2)
+    settings = TrainConfig(steps=200, batch_size=8, learning_rate=3e-3, warmup_steps=20, log_every=1)
+    curves = []
+    for plain in (False, True):
+        with training.slow_twins(plain):
+            run = train(
+                Experiment("alike", "tokens", model, settings),
+                tmp_path / "store",
+                tmp_path / f"run-{plain}",
+                show=False,
+                device="cpu",
+            )
+        lines = (Path(run["run"]) / "metrics.jsonl").read_text().splitlines()
+        curves.append([json.loads(line)["loss"] for line in lines])
+    fast, slow = map(np.array, curves)
+    assert slow[-20:].mean() < 0.5 * slow[0]
+    assert np.abs(fast - slow).max() < 0.02
 
 
 def test_generation_is_timed() -> None:
