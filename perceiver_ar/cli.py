@@ -175,11 +175,12 @@ def evaluate(
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import evaluate, predict
     from perceiver_ar.model import compile_blocks
-    from perceiver_ar.report import draw, progress_bar, show
+    from perceiver_ar.plots import check_picture, draw_positions
+    from perceiver_ar.report import progress_bar, show
     from perceiver_ar.run import check_vocabulary, load, open_source
 
-    if plot is not None and not plot.parent.is_dir():
-        raise ValueError(f"there is no folder {plot.parent} for the plot.")
+    if plot is not None:
+        check_picture(plot)
     model, task, before = load(run, str(pick_device(device)))
     source = open_source(task.name, task.to_dict(), data or before)
     check_vocabulary(source, model)
@@ -198,11 +199,29 @@ def evaluate(
             progress=progress,
         )
     if plot is not None:
-        draw(report, plot)
+        draw_positions(report, plot)
     if as_json:
         print(json.dumps(report))
     else:
         show(report, source.task.show(*predict(model, source.task, documents[0], 16)))
+
+
+@app.command(name="plot")
+def plot(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], out: Path
+) -> None:
+    """Draw the losses of runs, finished or not, by step.
+
+    Args:
+        runs: Folders of runs.
+        out: The picture: .png, .svg or .pdf.
+    """
+    from perceiver_ar.plots import check_picture, draw_curves
+
+    if not runs:
+        raise ValueError("give the folder of at least one run.")
+    check_picture(out)
+    draw_curves(runs, out)
 
 
 @app.command(name="score")

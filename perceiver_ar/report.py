@@ -1,4 +1,4 @@
-"""What a person sees: a bar while work is done, files that were skipped, tables, and a picture."""
+"""What a person sees: a bar while work is done, files that were skipped, and tables."""
 
 import os
 import sys
@@ -71,21 +71,3 @@ def show(report: dict[str, Any], sample: str | None) -> None:
 
 def _number(key: str, value: Any) -> str:
     return f"{value:.4%}" if key == "accuracy" else f"{value:,}" if isinstance(value, int) else f"{value:.6f}"
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """A picture of the nats by position in the document."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    bounds = [f"< {int(bound):,}" for bound in report["by_position"]]
-    values = [part["nats"] for part in report["by_position"].values()]
-    axes.plot(bounds, values, marker="o")
-    axes.axhline(report["nats"], linestyle="--", color="grey", label=f"all: {report['nats']:.4f}")
-    axes.set(xlabel="position in the document", ylabel="nats per token")
-    axes.tick_params(axis="x", rotation=30)
-    axes.legend()
-    figure.savefig(path, dpi=150)

@@ -66,6 +66,10 @@ def test_train_evaluate_and_score_work_together(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "nats" in run("evaluate", str(tmp_path / "run")).stdout
 
+    curve = tmp_path / "curve.png"
+    assert run("plot", str(tmp_path / "run"), "--out", str(curve)).returncode == 0
+    assert curve.read_bytes().startswith(b"\x89PNG")
+
     # The model folder alone, moved elsewhere, is enough.
     (tmp_path / "run/model").rename(tmp_path / "alone")
     np.save(tmp_path / "one.npy", np.arange(9))
@@ -198,6 +202,9 @@ def test_errors_say_what_to_do(
         (("evaluate", ran, "--split", "test"), "the copy task has no split 'test'"),
         (("evaluate", ran, "--batch-size", "0"), "batch_size must be at least 1"),
         (("evaluate", ran, "--plot", str(tmp_path / "no/x.png")), "there is no folder"),
+        (("plot", str(tmp_path), "--out", str(tmp_path / "x.png")), "is not a run that has begun"),
+        (("plot", ran, "--out", str(tmp_path / "x.txt")), "a plot is written to .png, .svg or .pdf"),
+        (("plot", "--out", str(tmp_path / "x.png")), "at least one run"),
         (("train", "copy-32", *SMALL, "--out", str(tmp_path / "ids.npy")), "ids.npy"),
         (("prepare", "tokens", str(tmp_path / "empty"), *out), "holds no .npy, .bin or .jsonl files"),
         (("prepare", "tokens", str(tmp_path / "odd.bin"), *out), "3 bytes, which are not ids of type uint16"),

@@ -1,0 +1,79 @@
+"""Pictures of losses: by step of training, and by position in the document."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def check_picture(path: Path) -> None:
+    """Refuses, before any work is done, what cannot be drawn or written."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a plot needs matplotlib: pip install matplotlib") from None
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for the plot.")
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(f"a plot is written to .png, .svg or .pdf, not to {path}.")
+
+
+def _empty(**labels: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(**labels)
+    return figure, axes
+
+
+def draw_positions(report: dict[str, Any], path: Path) -> None:
+    """The nats of an evaluation by position in the document."""
+    figure, axes = _empty(xlabel="position in the document", ylabel="nats per token")
+    bounds = [f"< {int(bound):,}" for bound in report["by_position"]]
+    values = [part["nats"] for part in report["by_position"].values()]
+    axes.plot(bounds, values, marker="o")
+    axes.axhline(report["nats"], linestyle="--", color="grey", label=f"all: {report['nats']:.4f}")
+    axes.tick_params(axis="x", rotation=30)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def draw_curves(runs: Sequence[Path], path: Path) -> None:
+    """The losses of runs, step by step, smoothed, with those of their evaluations."""
+    curves = {run: _read(run) for run in runs}  # all are read before anything is drawn
+    figure, axes = _empty(xlabel="step", ylabel="nats per token")
+    for index, (run, lines) in enumerate(curves.items()):
+        trained = np.array([(line["step"], line["loss"]) for line in lines if "loss" in line])
+        found = [(line["step"], line["validation"]["nats"]) for line in lines if "validation" in line]
+        colour = f"C{index}"
+        axes.plot(*trained.T, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(trained[:, 0], _smoothed(trained[:, 1]), color=colour, label=run.name)
+        axes.plot(*np.array(found).reshape(-1, 2).T, "o", color=colour, markersize=4)
+    low, high = axes.get_ylim()
+    if low > 0 and high > 4 * low:
+        axes.set_yscale("log")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _read(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run that has begun: it holds no {path.name}.")
+    # The last line of a run that goes on may not be whole yet.
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    if not any("loss" in line for line in lines):
+        raise ValueError(f"{run} has logged no step yet.")
+    return lines
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """Each with the mean of those round it, a fiftieth of all."""
+    width = max(1, len(values) // 50) | 1
+    padded = np.pad(values, width // 2, mode="edge")
+    return np.convolve(padded, np.ones(width) / width, mode="valid")
