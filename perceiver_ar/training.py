@@ -68,7 +68,11 @@ def train(
     restored = load_newest(folder / "checkpoints", where, notes.append)
     if restored is not None:
         run.restore(restored)
-    with Metrics(folder, experiment.train, run.step, show) as metrics, stop_signals() as received:
+    with (
+        Metrics(folder, experiment.train, run.step, show) as metrics,
+        stop_signals() as received,
+        repeatable(experiment.train.deterministic),
+    ):
         for note in notes:
             metrics.say(note)
         loop(Job(experiment, source, origin.data, folder, where, metrics, received), run)
@@ -141,9 +145,6 @@ def make_state(
     experiment: Experiment, source: Source, device: torch.device, weights: dict[str, Tensor] | None
 ) -> State:
     config = experiment.train
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-        torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
     model = build(experiment.model)
     if weights is not None:
@@ -248,7 +249,12 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
     rate = learning_rate(run.step, config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    run.optimizer.step()
+    try:
+        run.optimizer.step()
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            "the optimizer's state does not fit into memory: lower the channels or the layers."
+        ) from None
     run.optimizer.zero_grad()
     if run.average:
         update_average(run.average, run.model.parameters(), config.ema, run.step)
@@ -294,7 +300,7 @@ def evaluate_step(job: Job, run: State) -> None:
     """Evaluates on the validation split, and keeps the best model."""
     task, documents = job.source.task, job.source.documents("validation")
     with averaged(run):
-        report = evaluate(run.model, task, documents, progress=job.stop_if_asked)
+        report = evaluate(run.model, task, documents, batch_size=run.micro, progress=job.stop_if_asked)
         sample = task.show(*predict(run.model, task, documents[0], 16))
         means = {key: value for key, value in report.items() if key != "by_position"}
         words = "  ".join(f"{key} {means[key]:.4f}" for key in ("nats", "accuracy") if key in means)
@@ -350,6 +356,19 @@ def unless_full(job: Job, run: State) -> Generator[None]:
         job.metrics.say(
             f"The disk is full: nothing kept of step {run.step:,}. Training goes on; free some space."
         )
+
+
+@contextmanager
+def repeatable(wanted: bool) -> Generator[None]:
+    """Only kernels that give the same bits every time, if that is wanted."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @contextmanager

@@ -129,7 +129,6 @@ def test_a_deterministic_run_on_a_gpu_is_resumed_bit_for_bit(tmp_path: Path) -> 
     train(experiment(20), out=tmp_path / "whole", show=False)
     for steps in (9, 20):
         train(experiment(steps), out=tmp_path / "parts", resume=steps > 9, show=False)
-    torch.use_deterministic_algorithms(False)
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
@@ -171,6 +170,28 @@ def test_a_sequence_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytes
         ValueError, match=r"one sequence does not fit into memory: set --model.checkpoint-act"
     ):
         train(small(), out=tmp_path / "run", show=False)
+
+
+def test_an_optimizer_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    with pytest.raises(ValueError, match="the optimizer's state does not fit"):
+        train(small(), out=tmp_path / "run", show=False)
+
+
+def test_only_the_run_itself_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = training_module.update
+    monkeypatch.setattr(
+        training_module,
+        "update",
+        lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or real(*args),
+    )
+    train(small(deterministic=True, steps=2), out=tmp_path / "run", device="cpu", show=False)
+    assert seen == [True, True]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(
@@ -375,7 +396,7 @@ def test_the_best_model_is_kept_and_patience_ends(tmp_path: Path, monkeypatch: p
     values = iter([3.0, 2.0, 2.5, 2.6, 1.0])
     saved: list[int] = []
     monkeypatch.setattr(
-        training_module, "evaluate", lambda *args, progress: {"nats": next(values), "by_position": {}}
+        training_module, "evaluate", lambda *args, **rest: {"nats": next(values), "by_position": {}}
     )
     export = training_module.export
     monkeypatch.setattr(training_module, "export", lambda *args: (saved.append(1), export(*args)))
@@ -412,11 +433,11 @@ def test_an_evaluation_given_up_for_a_signal_is_made_up_for(
 ) -> None:
     real, calls = training_module.evaluate, []
 
-    def interrupted(*args: Any, progress: Any) -> Any:
+    def interrupted(*args: Any, progress: Any, **rest: Any) -> Any:
         calls.append(None)
         if len(calls) == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args, progress=progress)
+        return real(*args, progress=progress, **rest)
 
     settings = small(evaluate_every=5, checkpoint_every=1000)
     monkeypatch.setattr(training_module, "evaluate", interrupted)
@@ -504,7 +525,7 @@ def test_what_was_trained_is_kept_when_the_store_turns_out_damaged(
 def test_a_run_out_of_patience_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([1.0, 2.0, 3.0])
     monkeypatch.setattr(
-        training_module, "evaluate", lambda *args, progress: {"nats": next(values), "by_position": {}}
+        training_module, "evaluate", lambda *args, **rest: {"nats": next(values), "by_position": {}}
     )
     for resume in (False, True):
         result = train(small(evaluate_every=2, patience=2), out=tmp_path / "run", resume=resume, show=False)
