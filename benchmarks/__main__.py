@@ -1,5 +1,6 @@
 """The command: which benchmarks, at which sizes; JSON lines on standard output, then a table."""
 
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -27,8 +28,8 @@ def main(
     plain: bool = False,
     profile: bool = False,
     batch: tuple[int, ...] = (1, 16, 64),
-    prompt: int | None = None,
-    tokens: int = 256,
+    prompt: tuple[int, ...] = (),
+    tokens: int | None = None,
     mode: generation.Mode = "cached",
 ) -> None:
     """Times the library: one JSON line a figure, and a table at the end.
@@ -41,23 +42,31 @@ def main(
         repeats: How often each is timed, once it is warm.
         compile: Compile each block.
         cross_dropout: train: share of inputs that the cross-attend drops.
-        plain: train: without the fast paths of the model, which is what they are compared with.
+        plain: train: without the fast paths of the model, which is what they are compared with. (TFLOP/s
+            count what it computes, which fast paths may save.)
         profile: train: also show where the time goes.
         batch: generate: rows drawn at once; several are timed one after the other.
-        prompt: generate: tokens of the prompt. Default: half the context.
-        tokens: generate: how many to draw.
+        prompt: generate: tokens of the prompt, the same. Default: half the context.
+        tokens: generate: how many to draw. Default: through three refreshes, or 24 without a cache.
         mode: generate: with a cache, or all latents of every step computed anew (the paper's "no caching").
     """
     kinds, sizes = choose(names)
+    asked = {"repeats": (repeats,), "batch": batch, "prompt": prompt, "tokens": (tokens,)}
+    for option, values in asked.items():
+        least = 5 if option == "tokens" else 1
+        if any(value is not None and value < least for value in values):
+            raise ValueError(f"--{option} must be at least {least}.")
     where = pick_device(device)
-    figures = []
     train = {"compiled": compile, "cross_dropout": cross_dropout, "plain": plain, "profiled": profile}
-    drawn = {"rows": batch, "prompt": prompt, "tokens": tokens, "mode": mode, "compiled": compile}
-    for kind in kinds:
-        for figure in run(kind, sizes, where, repeats, train, drawn):
-            print(figure.line(), flush=True)
-            figures.append(figure)
-    show_table(figures)
+    drawn = {"rows": batch, "prompts": prompt, "tokens": tokens, "mode": mode, "compiled": compile}
+    figures = []
+    try:
+        for kind in kinds:
+            for figure in run(kind, sizes, where, repeats, train, drawn):
+                print(figure.line(), flush=True)
+                figures.append(figure)
+    finally:
+        show_table(figures)
 
 
 def choose(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -66,6 +75,8 @@ def choose(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
         if name not in KINDS and name not in SIZES:
             raise ValueError(unknown("benchmark or size", name, (*KINDS, *SIZES)))
     kinds, sizes = [n for n in names if n in KINDS], [n for n in names if n in SIZES]
+    if sizes and kinds == ["attention"]:
+        raise ValueError("attention is timed at shapes of its own: give no size.")
     return kinds or (["train"] if sizes else list(KINDS)), sizes
 
 
@@ -87,7 +98,7 @@ def run(
         if kind == "train":
             yield training.time_training(name, size, device, repeats, **train)
         elif kind == "generate":
-            yield from draw(name, device, repeats, **drawn)
+            yield from draw(name, device, **drawn)
         elif kind == "evaluate":
             yield from evaluation.time_evaluation(name, size, device, repeats, train["compiled"])
         else:
@@ -95,17 +106,16 @@ def run(
 
 
 def draw(
-    name: str, device: torch.device, repeats: int, rows: tuple[int, ...], prompt: int | None, **settings: Any
+    name: str, device: torch.device, rows: tuple[int, ...], prompts: tuple[int, ...], **settings: Any
 ) -> Iterator[Figure]:
-    """Generation at several batch sizes by one model."""
+    """Generation at several batch sizes, after several prompts, by one model."""
     config = SIZES[name].model
     with device:
         model = PerceiverAR(config).to(best_dtype(device)).eval()
     if settings["compiled"] and settings["mode"] == "no-caching":
         compile_blocks(model)
-    for count in rows:
-        given = config.context // 2 if prompt is None else prompt
-        yield from generation.time_generation(name, model, count, given, repeats=repeats, **settings)
+    for count, given in itertools.product(rows, prompts or (config.context // 2,)):
+        yield from generation.time_generation(name, model, count, given, **settings)
 
 
 if __name__ == "__main__":

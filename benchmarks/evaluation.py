@@ -41,7 +41,9 @@ def time_evaluation(
     model.train()
     details = {"batch": batch, "compiled": compiled}
     rates = [batch / seconds for seconds in time_repeatedly(forward, device, repeats)]
-    yield Figure("evaluate", f"{name}, training's forward pass", "sequences/s", rates, device, details)
+    more = {**details, "peak_gib": peak_gib(device)}
+    yield Figure("evaluate", f"{name}, training's forward pass", "sequences/s", rates, device, more)
+    forget_peak(device)
     rates = [windows / seconds for seconds in time_repeatedly(strided, device, repeats, warm_up=1)]
     more = {**details, "stride": stride, "peak_gib": peak_gib(device)}
     yield Figure("evaluate", name, "sequences/s", rates, device, more)

@@ -33,11 +33,11 @@ def time_attention(device: torch.device, repeats: int) -> Iterator[Figure]:
 
 
 def kernels(device: torch.device, square: bool) -> dict[str, Kernel]:
-    """By name, without those that take a mask of keys only."""
+    """By name; flex attention only works with a mask."""
     found: dict[str, Kernel] = {"chosen": attention.attend}
     if square:
         found["square"] = _open(attention._attend_square)
-    if device.type == "cuda":
+    if device.type == "cuda" and attention._has_flash(device):
         found["flash"] = _open(attention._attend_flash)
         found["flex"] = _all_shown(attention._attend_flex)
     if device.type == "cpu":

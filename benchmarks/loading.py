@@ -1,5 +1,6 @@
 """Batches of a token store, made by one thread."""
 
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def time_loading(name: str, size: Size, repeats: int) -> Figure:
     with tempfile.TemporaryDirectory() as folder:
         store = write_store(Path(folder) / "store", {"train": documents}, config.vocab_size, "tokens")
         crops = Crops(store.split("train"), config.context, task)
-        steps = iter(range(1000 * repeats))
+        steps = itertools.count()
 
         def load() -> None:
             collate(crops.windows(0, next(steps), size.batch, config.latents), config.latents, task)

@@ -1,6 +1,7 @@
 """Timing, and what a figure has to say: median and spread, memory, machine and versions."""
 
 import functools
+import gc
 import json
 import platform
 import statistics
@@ -101,6 +102,7 @@ def synchronize(device: torch.device) -> None:
 def forget_peak(device: torch.device) -> None:
     """Begins to watch the memory of a GPU anew."""
     if device.type == "cuda":
+        gc.collect()  # compiled models hold on to themselves
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

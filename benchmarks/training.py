@@ -1,5 +1,6 @@
 """A training step: forward, backward, and fused AdamW."""
 
+import statistics
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -47,17 +48,17 @@ def time_training(
         rates = [size.batch / seconds for seconds in time_repeatedly(step, device, repeats)]
         if profiled:
             print(profile(step, device), file=sys.stderr)
+    rate = 3 * forward_flops(config) * statistics.median(rates)
     details = {
         "batch": size.batch,
         "compiled": compiled,
         "cross_dropout": cross_dropout,
         "plain": plain,
         "peak_gib": peak_gib(device),
+        "tflops": rounded(rate / 1e12),
+        "of_matmul_rate": rounded(rate / matmul_rate(device)),
     }
-    figure = Figure("train", name, "sequences/s", rates, device, details)
-    rate = 3 * forward_flops(config) * figure.median
-    details |= {"tflops": rounded(rate / 1e12), "of_matmul_rate": rounded(rate / matmul_rate(device))}
-    return figure
+    return Figure("train", name, "sequences/s", rates, device, details)
 
 
 @contextmanager

@@ -172,6 +172,8 @@ def evaluate(
         plot: Picture of the loss by position in the document.
         compile: Compile each block: on a GPU, faster after a minute's wait.
     """
+    import torch
+
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import evaluate, predict
     from perceiver_ar.model import compile_blocks
@@ -203,7 +205,9 @@ def evaluate(
     if as_json:
         print(json.dumps(report))
     else:
-        show(report, source.task.show(*predict(model, source.task, documents[0], 16)))
+        with torch.compiler.set_stance("force_eager"):  # not worth compiling for
+            sample = source.task.show(*predict(model, source.task, documents[0], 16))
+        show(report, sample)
 
 
 @app.command(name="plot")

@@ -36,7 +36,9 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """On that device, but for the lengths, which the model looks at."""
-        return replace(self.each(lambda x: x.to(device, non_blocking=True)), lengths=self.lengths)
+        ahead = device.type == "cuda"  # elsewhere, what is copied may be gone before it is
+        moved = replace(self, lengths=None).each(lambda x: x.to(device, non_blocking=ahead))
+        return replace(moved, lengths=self.lengths)
 
     def rows(self, start: int, stop: int) -> "Batch":
         """Some of its examples; positions that all share stay as they are."""

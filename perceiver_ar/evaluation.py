@@ -112,7 +112,7 @@ def score(
     device, training = next(model.parameters()).device, model.training
     found = (pair for document in documents for pair in windows(document, context, stride))
     model.eval()
-    before = None  # what is yielded is looked at while a GPU computes the next
+    before: tuple[_Fetched, list[range]] | None = None
     try:
         while chunk := list(islice(found, batch_size)):
             batch = collate([w for w, _ in chunk], latents, task).to(device)
@@ -120,13 +120,31 @@ def score(
                 scores = model(
                     batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
                 )
+            fetched = _Fetched(scores.nats, scores.right)
             if before is not None:
-                yield before
-            before = scores.nats, scores.right, [places for _, places in chunk]
+                yield *before[0].wait(), before[1]
+            before = fetched, [places for _, places in chunk]
         if before is not None:
-            yield before
+            yield *before[0].wait(), before[1]
     finally:
         model.train(training)
+
+
+class _Fetched:
+    """Results on their way from a GPU, which goes on with the next batch while these are looked at."""
+
+    def __init__(self, nats: Tensor, right: Tensor | None) -> None:
+        ahead = nats.is_cuda
+        self.nats = nats.to("cpu", non_blocking=ahead)
+        self.right = None if right is None else right.to("cpu", non_blocking=ahead)
+        self.done = torch.cuda.Event() if ahead else None
+        if self.done is not None:
+            self.done.record()
+
+    def wait(self) -> tuple[Tensor, Tensor | None]:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.nats, self.right
 
 
 def windows(document: Document, context: int, stride: int) -> Iterator[tuple[Window, range]]:

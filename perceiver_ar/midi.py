@@ -178,14 +178,16 @@ def decode(events: Tokens) -> Notes:
     """Notes in steps, in the order in which they begin.
 
     What makes no sense, such as the end of a note that did not begin, is passed over. A key that is
-    struck again ends its note before. A note without an end has UNENDED seconds, if there are so many.
+    struck again ends its note before, so notes of one pitch never overlap, even if they once did. A
+    note without an end of its own has UNENDED seconds, if there are so many.
     """
     now, velocity = 0, 64
     notes: list[list[int]] = []
     sounding: dict[int, list[int]] = {}
     for event in events.tolist():
         if event < SHIFT and (begun := sounding.pop(event % NOTE_OFF, None)):
-            begun[1] = now
+            struck_again = event < NOTE_OFF
+            begun[1] = min(now, begun[0] + UNENDED * STEPS) if struck_again else now
         if event < NOTE_OFF:
             notes.append([now, -1, event, velocity])
             sounding[event] = notes[-1]

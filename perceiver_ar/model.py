@@ -203,7 +203,7 @@ class PerceiverAR(Pretrained):
             latents, targets = targets.shape[1], targets.long()
         count = self._count(tokens, latents)
         padded, tokens = _some_padded(tokens, lengths, count), tokens.long()
-        lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=True)
+        lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=tokens.is_cuda)
         positions = self.place(tokens, positions, lengths)
         z = self.norm(self._latents(tokens, positions, count, lengths, padded))
         if targets is None:

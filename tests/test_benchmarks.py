@@ -5,10 +5,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, train
 from perceiver_ar.store import write_store
@@ -40,16 +42,20 @@ def test_a_training_step_is_timed(plain: bool) -> None:
     assert figure.details["of_matmul_rate"] > 0
 
 
+@pytest.mark.slow
 def test_fast_paths_are_at_least_1_3_times_as_fast_on_a_cpu() -> None:
-    size = sizes.SIZES["laptop"]
-    rates = [training.time_training("laptop", size, CPU, 2, plain=plain).median for plain in (False, True)]
-    assert rates[0] > 1.3 * rates[1]
+    size, best = sizes.SIZES["laptop"], {False: 0.0, True: 0.0}
+    for plain in (False, True, False, True):  # others may be using the machine
+        rates = training.time_training("laptop", size, CPU, 1, plain=plain).values
+        best[plain] = max(best[plain], *rates, 0)
+    assert best[False] > 1.3 * best[True]
 
 
-def test_two_hundred_steps_learn_alike_with_and_without_fast_paths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_two_hundred_steps_learn_alike_with_and_without_fast_paths(tmp_path: Path, dropout: float) -> None:
     steps = np.random.default_rng(0).choice([1, 2, 5], size=(4, 3000), p=[0.7, 0.2, 0.1])
     write_store(tmp_path / "store", {"train": 3 + steps.cumsum(axis=1) % 30}, 33, "tokens")
-    model = ModelConfig(33, 96, 24, channels=32, heads=2, layers=2, cross_dropout=0.2)
+    model = ModelConfig(33, 96, 16, channels=32, heads=2, layers=2, cross_dropout=dropout)
     settings = TrainConfig(steps=200, batch_size=8, learning_rate=3e-3, warmup_steps=20, log_every=1)
     curves = []
     for plain in (False, True):
@@ -70,12 +76,15 @@ def test_two_hundred_steps_learn_alike_with_and_without_fast_paths(tmp_path: Pat
 
 def test_generation_is_timed() -> None:
     model = PerceiverAR(SMALL.model)
-    units = []
-    for mode in ("cached", "no-caching"):
-        for figure in generation.time_generation("small", model, 2, 20, 12, 2, mode):
+    found: list[Any] = []
+    for mode, tokens in (("cached", None), ("cached", 6), ("no-caching", None)):
+        for figure in generation.time_generation("small", model, 2, 20, tokens, mode):
             check(figure)
-            units.append(figure.unit)
-    assert units == ["ms/token", "tokens/s", "% of the time", "ms/token", "tokens/s"]
+            found.append((figure.unit, figure.details.get("refreshes")))
+            assert figure.unit != "% of the time" or figure.median < 100
+    drawn = [[("ms/token", n), ("tokens/s", n)] for n in (3, 0, 0)]
+    share = ("% of the time", None)
+    assert found == [*drawn[0], share, *drawn[1], share, *drawn[2]]
 
 
 def test_evaluation_and_loading_are_timed() -> None:
@@ -95,7 +104,16 @@ def test_every_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arithmetic_is_counted_as_the_brief_counts_it() -> None:
     # 77.6 sequences/s of the largest size are 419 TFLOP/s.
-    assert 77.6 * 3 * sizes.forward_flops(sizes.SIZES["12k-60"].model) == pytest.approx(419e12, rel=0.02)
+    assert 77.6 * 3 * sizes.forward_flops(sizes.SIZES["12k-60"].model) == pytest.approx(419e12, rel=2e-3)
+
+
+def test_arithmetic_is_what_torch_counts_but_for_what_is_hidden() -> None:
+    config = ModelConfig(33, 64, 16, channels=32, heads=2, layers=2, input_channels=48)
+    model, tokens = PerceiverAR(config), torch.randint(33, (1, 64))
+    with training.slow_twins(True), FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens)
+    hidden = 4 * (16 * 15 / 2) * (48 + 2 * 32)  # above the diagonal: computed there, then masked
+    assert counter.get_total_flops() == sizes.forward_flops(config) + hidden
 
 
 def test_time_is_what_the_clock_says() -> None:
@@ -110,10 +128,20 @@ def test_lines_and_a_table_are_printed() -> None:
     assert "sequences/s" in result.stderr
 
 
-def test_a_misspelt_name_is_refused() -> None:
-    result = run("latop")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("latop",), "'latop' is not a benchmark or size; did you mean 'laptop'?"),
+        (("load", "--repeats", "0"), "--repeats must be at least 1."),
+        (("generate", "--tokens", "4"), "--tokens must be at least 5."),
+        (("generate", "--batch", "0"), "--batch must be at least 1."),
+        (("attention", "8k"), "attention is timed at shapes of its own: give no size."),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_timed(arguments: tuple[str, ...], said: str) -> None:
+    result = run(*arguments)
     assert result.returncode == 2
-    assert result.stderr == "benchmarks: 'latop' is not a benchmark or size; did you mean 'laptop'?\n"
+    assert result.stderr == f"benchmarks: {said}\n"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

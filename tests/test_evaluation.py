@@ -9,12 +9,22 @@ import pytest
 import torch
 
 from perceiver_ar import ModelConfig, PerceiverAR, evaluate
+from perceiver_ar.data import collate
 from perceiver_ar.evaluation import windows
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.tokens import TokensTask
+from perceiver_ar.windows import Window
 
 V, M, N = 20, 12, 6
+
+
+def test_a_batch_goes_to_a_device_but_for_its_lengths() -> None:
+    pair = [Window(np.arange(3, 9), 0, 2), Window(np.arange(3, 7), 0, 2)]
+    batch = collate(pair, 2, TokensTask()).to(torch.device("meta"))
+    assert batch.inputs.device.type == batch.targets.device.type == "meta"
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [5, 3]
 
 
 def make(**settings: Any) -> PerceiverAR:

@@ -477,6 +477,7 @@ def test_the_gradient_of_a_look_up_on_the_gpu() -> None:
     torch.testing.assert_close(table.grad, summed, atol=2e-2, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_again_when_lengths_latents_and_modes_come_back() -> None:
     made = run = 0
 

@@ -132,6 +132,8 @@ def test_notes_without_an_end_do_not_sound_on_and_on() -> None:
     on, off, second = 60, 128 + 60, 256 + 99
     struck = decode(np.array([on, second, on, second, off, second, on, second, off]))
     assert struck.end.tolist() == [100, 200, 400]  # not each one's end taken for the one before
+    late = decode(np.array([on] + 9 * [second] + [on, second, off]))
+    assert late.end.tolist() == [100 * midi.UNENDED, 1000]
     held = decode(np.array([on] + 9 * [second]))
     assert held.end.tolist() == [100 * midi.UNENDED]
 
