@@ -12,9 +12,9 @@ from benchmarks import evaluation, generation, kernels, loading, training
 from benchmarks.measure import Figure, show_table
 from benchmarks.sizes import SIZES
 from perceiver_ar import PerceiverAR
-from perceiver_ar.config import unknown
+from perceiver_ar.architectures import compile_blocks
 from perceiver_ar.device import best_dtype, pick_device
-from perceiver_ar.model import compile_blocks
+from perceiver_ar.strict import unknown
 
 KINDS = ("train", "attention", "generate", "evaluate", "load")
 

@@ -8,8 +8,8 @@ import torch
 from benchmarks.measure import Figure, forget_peak, peak_gib, time_repeatedly
 from benchmarks.sizes import Size
 from perceiver_ar import PerceiverAR, evaluate
+from perceiver_ar.architectures import compile_blocks
 from perceiver_ar.device import autocast
-from perceiver_ar.model import compile_blocks
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.tokens import TokensTask
 

@@ -12,9 +12,9 @@ import torch
 from benchmarks.measure import Figure, forget_peak, matmul_rate, peak_gib, profile, rounded, time_repeatedly
 from benchmarks.sizes import Size, forward_flops
 from perceiver_ar import PerceiverAR, attention
+from perceiver_ar.architectures import compile_blocks
 from perceiver_ar.device import autocast
 from perceiver_ar.embedding import InputEmbedding
-from perceiver_ar.model import compile_blocks
 
 
 def time_training(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from perceiver_ar.attention import attend
+from perceiver_ar.decoder import Decoder
 from perceiver_ar.model import Block, PerceiverAR, Turns, latent_numbers
 
 Decode = Callable[[PerceiverAR, "Cache", Tensor, Tensor], Tensor]
@@ -193,7 +194,7 @@ def forget(model: PerceiverAR, cache: Cache, keep: int) -> Cache:
     return replace(cache, inputs=keep, latents=0)
 
 
-def check_forgetting(model: PerceiverAR) -> None:
+def check_forgetting(model: Decoder) -> None:
     """Refuses where a model could not tell what a position beyond its context means."""
     if not model.config.has_no_end:
         raise ValueError(

@@ -22,7 +22,7 @@ def show_presets(as_json: Json = False) -> None:
     from rich.table import Table
 
     from perceiver_ar import presets
-    from perceiver_ar.model import parameter_count
+    from perceiver_ar.architectures import parameter_count
 
     rows: dict[str, dict[str, Any]] = {}
     for name in presets.names():
@@ -174,9 +174,9 @@ def evaluate(
     """
     import torch
 
+    from perceiver_ar.architectures import compile_blocks
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import evaluate, predict
-    from perceiver_ar.model import compile_blocks
     from perceiver_ar.plots import check_picture, draw_positions
     from perceiver_ar.report import progress_bar, show
     from perceiver_ar.run import check_vocabulary, load, open_source

@@ -4,76 +4,14 @@ Letters: B batch, M inputs (context), N latents, C channels, E input width, H he
 L layers, V vocabulary, A position axes.
 """
 
-import difflib
 import itertools
-import numbers
-import types
-from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from perceiver_ar.strict import Config, require
 
 FORMAT_VERSION = 1
 """Of config.json. Raise it when a field changes its meaning, and keep reading the version before."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """Settings whose types are checked, with strict conversion to and from plain dicts."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for f in fields(self):
-            object.__setattr__(self, f.name, _read(getattr(self, f.name), hints[f.name], f.name))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Makes the config, refusing unknown keys, missing ones and values of the wrong type."""
-        known = {f.name: f for f in fields(cls)}
-        for key in data:
-            if key not in known:
-                raise ValueError(unknown(f"setting of {cls.__name__}", key, known))
-        for key, f in known.items():
-            if key not in data and f.default is MISSING and f.default_factory is MISSING:
-                raise ValueError(f"{cls.__name__} needs the setting '{key}'.")
-        return cls(**data)
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The sentence for a misspelt name, with the nearest right one."""
-    known = list(known)
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(known)}."
-    return f"'{name}' is not a {kind}; {hint}"
-
-
-def _read(value: Any, expected: Any, name: str) -> Any:
-    """A value as its type hint says: lists become tuples, dicts configs; others must fit."""
-    origin, arguments = get_origin(expected), get_args(expected)
-    if origin is Literal:
-        if value in arguments:
-            return value
-        raise ValueError(unknown(f"choice for {name}", value, map(str, arguments)))
-    if origin in (Union, types.UnionType):
-        inner = next(a for a in arguments if a is not type(None))
-        return None if value is None else _read(value, inner, name)
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_read(item, arguments[0], name) for item in value)
-    if isinstance(value, dict) and isinstance(expected, type) and issubclass(expected, Config):
-        return expected.from_dict(value)
-    kinds = {int: numbers.Integral, float: numbers.Real}
-    fits = isinstance(value, kinds.get(expected, origin or expected))
-    if fits and isinstance(value, bool) == (expected is bool):
-        return expected(value) if expected in kinds else value
-    wanted = getattr(expected, "__name__", str(expected))
-    raise ValueError(f"{name} must be of type {wanted}, but is {value!r}.")
-
-
-def _require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
 
 
 Positions = Literal["rotary", "sinusoidal", "learned", "axial", "none"]
@@ -141,10 +79,14 @@ class ModelConfig(Config):
 
     def check_latents(self, latents: int | None) -> int:
         """How many latents a call uses: as asked, if that can be; by default as many as in training."""
-        most = self.latents if self.queries == "learned" else self.context
-        if latents is not None and not 1 <= latents <= most:
-            raise ValueError(f"latents must be from 1 to {most}, but is {latents}.")
+        if latents is not None and not 1 <= latents <= self.most_latents:
+            raise ValueError(f"latents must be from 1 to {self.most_latents}, but is {latents}.")
         return self.latents if latents is None else latents
+
+    @property
+    def most_latents(self) -> int:
+        """Each learned query is one latent's own."""
+        return self.latents if self.queries == "learned" else self.context
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,70 +99,68 @@ class ModelConfig(Config):
             "input_width",
             "cross_head_count",
         ):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1.")
-        _require(self.layers >= 0, "layers cannot be negative.")
-        _require(
+            require(getattr(self, name) >= 1, f"{name} must be at least 1.")
+        require(self.layers >= 0, "layers cannot be negative.")
+        require(
             self.latents <= self.context,
             f"latents ({self.latents}) cannot exceed the context ({self.context}): lower latents.",
         )
-        _require(
+        require(
             self.channels % self.heads == 0,
             f"channels ({self.channels}) must be divisible by heads ({self.heads}).",
         )
-        _require(
+        require(
             self.input_width % self.cross_head_count == 0,
             f"input_channels ({self.input_width}) must be divisible by cross_heads "
             f"({self.cross_head_count}).",
         )
         for name in ("residual_dropout", "latent_dropout", "cross_dropout"):
-            _require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and below 1.")
+            require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and below 1.")
         self._check_positions()
         self._check_embedding()
 
     def _check_positions(self) -> None:
         if self.positions == "rotary":
-            _require(
+            require(
                 0 < self.rotary_fraction <= 1,
                 f"rotary_fraction must be above 0 and at most 1, but is {self.rotary_fraction}.",
             )
             narrowest = min(self.channels // self.heads, self.input_width // self.cross_head_count)
-            _require(
+            require(
                 int(narrowest * self.rotary_fraction) >= 2,
                 f"rotary_fraction {self.rotary_fraction} of a head width of {narrowest} leaves no pair "
                 "of channels to turn: use fewer heads or a larger fraction.",
             )
         if self.positions == "sinusoidal":
-            _require(
+            require(
                 self.input_width % 2 == 0 and self.input_width >= 4,
                 f"sinusoidal positions need an even input width of 4 or more, but it is {self.input_width}.",
             )
-        _require(
-            self.max_wavelength is None or self.max_wavelength >= 1, "max_wavelength must be at least 1."
-        )
-        _require(
+        require(self.max_wavelength is None or self.max_wavelength >= 1, "max_wavelength must be at least 1.")
+        require(
             (self.positions == "axial") == bool(self.axes),
             "axial positions and axes go together: give the rows of each table, such as axes=(66, 66, 5), "
             "with positions='axial', and no axes otherwise.",
         )
-        _require(all(rows >= 1 for rows in self.axes), "each of the axes needs at least 1 row.")
+        require(all(rows >= 1 for rows in self.axes), "each of the axes needs at least 1 row.")
 
     def _check_embedding(self) -> None:
         for option, wanted in (("tied", self.tied), ("queries='inputs'", self.queries == "inputs")):
-            _require(
+            require(
                 not wanted or self.input_width == self.channels,
                 f"{option} needs input_channels ({self.input_width}) equal to channels ({self.channels}).",
             )
         bounds = (0, *self.cutoffs, self.vocab_size)
-        _require(
+        require(
             all(low < high for low, high in itertools.pairwise(bounds)),
             f"cutoffs {self.cutoffs} must grow, above 0 and below vocab_size ({self.vocab_size}).",
         )
-        _require(self.cutoff_factor >= 1, "cutoff_factor must be at least 1.")
+        require(self.cutoff_factor >= 1, "cutoff_factor must be at least 1.")
         narrowest = min(self.channels, self.input_width) // self.cutoff_factor ** len(self.cutoffs)
-        _require(
+        require(
             narrowest >= 1, "the last band of adaptive embeddings would have no channels: use fewer cutoffs."
         )
-        _require(not (self.tied and self.cutoffs), "adaptive embeddings (cutoffs) cannot be tied.")
+        require(not (self.tied and self.cutoffs), "adaptive embeddings (cutoffs) cannot be tied.")
 
     @property
     def input_width(self) -> int:
@@ -231,6 +171,132 @@ class ModelConfig(Config):
     def cross_head_count(self) -> int:
         """Heads of the cross-attend, with the default filled in."""
         return self.heads if self.cross_heads is None else self.cross_heads
+
+
+class Baseline:
+    """What baselines have in common with a ModelConfig, so that they are trained and used alike."""
+
+    @property
+    def latents(self) -> int:
+        """How many of the last inputs have an output."""
+        raise NotImplementedError
+
+    def check_latents(self, latents: int | None) -> int:
+        """How many of the last inputs have an output in a call: as asked, if that can be."""
+        if latents is not None and not 1 <= latents <= self.latents:
+            raise ValueError(f"latents must be from 1 to {self.latents}, but is {latents}.")
+        return self.latents if latents is None else latents
+
+    @property
+    def most_latents(self) -> int:
+        return self.latents
+
+
+@dataclass(frozen=True)
+class TransformerConfig(Config, Baseline):
+    """A decoder-only Transformer: Perceiver AR's stack of self-attends over all inputs."""
+
+    vocab_size: int
+    """V: number of token ids, special ones included."""
+    context: int
+    """M: the most inputs."""
+    channels: int = 1024
+    """C: width."""
+    heads: int = 16
+    """Heads of each layer."""
+    layers: int = 12
+    """L."""
+    positions: Positions = "rotary"
+    """As those of Perceiver AR."""
+    rotary_fraction: float = 0.5
+    """Leading share of each head's channels that rotary positions turn."""
+    max_wavelength: float | None = None
+    """Longest wavelength of rotary (default: the context) or sinusoidal (default: 10,000) positions."""
+    axes: tuple[int, ...] = ()
+    """Rows of each table of axial positions."""
+    tied: bool = False
+    """Whether the output shares the token embedding's weights."""
+    residual_dropout: float = 0.0
+    """Dropout on the output of each attention and MLP."""
+    checkpoint_activations: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stack()
+
+    def stack(self) -> ModelConfig:
+        """Perceiver AR with as many latents as inputs, which has all of this but a cross-attend."""
+        return ModelConfig(**self.to_dict(), latents=self.context, queries="inputs")
+
+    @property
+    def latents(self) -> int:
+        """Every input has an output."""
+        return self.context
+
+    @property
+    def has_no_end(self) -> bool:
+        return self.stack().has_no_end
+
+
+@dataclass(frozen=True)
+class TransformerXLConfig(Config, Baseline):
+    """Transformer-XL (Dai et al., 2019): segments that see the states of those before them."""
+
+    vocab_size: int
+    """V: number of token ids, special ones included."""
+    segment: int = 1024
+    """N: inputs that are computed, and learned from, at once."""
+    memory: int = 384
+    """States before a segment that it sees in training."""
+    evaluation_memory: int = 1600
+    """The same in evaluation and generation."""
+    channels: int = 1024
+    """C: width."""
+    heads: int = 16
+    """Heads of each layer."""
+    layers: int = 18
+    """L."""
+    cutoffs: tuple[int, ...] = ()
+    """Where the bands of adaptive embeddings begin. The output shares their weights, with or without."""
+    cutoff_factor: int = 4
+    """Each band of adaptive embeddings is this many times narrower than the one before."""
+    residual_dropout: float = 0.0
+    """Dropout on the output of each attention and MLP."""
+    memory_dropout: float = 0.0
+    """Share of the memory that is hidden from a whole segment."""
+    checkpoint_activations: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(min(self.memory, self.evaluation_memory) >= 0, "a memory cannot be negative.")
+        require(0 <= self.memory_dropout < 1, "memory_dropout must be at least 0 and below 1.")
+        self.stack()
+
+    def stack(self) -> ModelConfig:
+        """Perceiver AR of these sizes, for what is the same."""
+        same = ("vocab_size", "channels", "heads", "layers", "cutoffs", "cutoff_factor", "residual_dropout")
+        shared = {name: getattr(self, name) for name in same}
+        tied = not self.cutoffs
+        return ModelConfig(context=self.context, latents=self.segment, positions="none", tied=tied, **shared)
+
+    @property
+    def latents(self) -> int:
+        """Each input of a segment has an output."""
+        return self.segment
+
+    @property
+    def context(self) -> int:
+        """M: the most inputs that a call makes use of."""
+        return self.segment + max(self.memory, self.evaluation_memory)
+
+    positions: ClassVar[Positions] = "none"
+    axes: ClassVar[tuple[int, ...]] = ()
+    has_no_end: ClassVar[bool] = True
+
+
+AnyModelConfig = ModelConfig | TransformerConfig | TransformerXLConfig
 
 
 @dataclass(frozen=True)
@@ -291,21 +357,21 @@ class TrainConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("steps", "batch_size", "log_every", "checkpoint_every", "keep"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1.")
+            require(getattr(self, name) >= 1, f"{name} must be at least 1.")
         for name in ("warmup_steps", "evaluate_every", "patience", "weight_decay", "z_loss", "seed"):
-            _require(getattr(self, name) >= 0, f"{name} cannot be negative.")
+            require(getattr(self, name) >= 0, f"{name} cannot be negative.")
         for name in ("label_smoothing", "ema"):
-            _require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and below 1.")
-        _require(
+            require(0 <= getattr(self, name) < 1, f"{name} must be at least 0 and below 1.")
+        require(
             self.micro_batch_size is None or self.micro_batch_size >= 1,
             "micro_batch_size must be at least 1.",
         )
-        _require(self.learning_rate > 0, "learning_rate must be above 0.")
-        _require(self.clip_norm > 0, "clip_norm must be above 0.")
-        _require(
+        require(self.learning_rate > 0, "learning_rate must be above 0.")
+        require(self.clip_norm > 0, "clip_norm must be above 0.")
+        require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas must be two numbers below 1."
         )
-        _require(
+        require(
             not self.patience or self.evaluate_every > 0, "patience needs evaluations: set evaluate_every."
         )
 
@@ -317,19 +383,19 @@ class Experiment(Config):
     name: str
     task: str
     """What the tokens mean: copy, text, image, music or audio."""
-    model: ModelConfig
+    model: AnyModelConfig
     train: TrainConfig
     options: dict[str, Any] = field(default_factory=dict)
     """The task's own settings, such as an image's order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = self.model.latents if self.model.queries == "learned" else self.model.context
-        _require(
+        most = self.model.most_latents
+        require(
             all(1 <= count <= most for count in self.train.latents_drawn),
             f"latents_drawn must be numbers from 1 to {most}.",
         )
-        _require(
-            not (self.train.label_smoothing and self.model.cutoffs),
+        require(
+            not (self.train.label_smoothing and getattr(self.model, "cutoffs", ())),
             "label_smoothing does not go with an adaptive softmax (cutoffs): set it to 0.",
         )

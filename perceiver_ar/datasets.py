@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perceiver_ar.config import unknown
 from perceiver_ar.fetching import File, fetch, read, unpack
 from perceiver_ar.report import progress_bar
 from perceiver_ar.splits import SPLITS
 from perceiver_ar.store import check_new
+from perceiver_ar.strict import unknown
 
 AT_ONCE = 8
 """Files that are fetched at the same time."""

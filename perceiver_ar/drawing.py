@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from perceiver_ar.decoder import Decoder
 from perceiver_ar.generation import stream
-from perceiver_ar.model import PerceiverAR
 from perceiver_ar.report import progress_bar
 from perceiver_ar.tasks.base import EOS, PAD, Task
 from perceiver_ar.windows import Tokens
 
 
 def draw(
-    model: PerceiverAR,
+    model: Decoder,
     task: Task,
     prompt: Tokens,
     count: int | None,
@@ -61,7 +61,7 @@ def draw(
     }
 
 
-def _count(model: PerceiverAR, task: Task, prompt: Tokens) -> int:
+def _count(model: Decoder, task: Task, prompt: Tokens) -> int:
     """As many as the task likes, and the model can."""
     count, config = task.count(prompt), model.config
     if config.has_no_end:
@@ -80,7 +80,7 @@ def _text(task: Task, prompt: Tokens, row: Tokens) -> str | None:
 
 
 def _tokens(
-    model: PerceiverAR, task: Task, prompt: Tokens, count: int, samples: int, settings: dict[str, Any]
+    model: Decoder, task: Task, prompt: Tokens, count: int, samples: int, settings: dict[str, Any]
 ) -> Iterator[Tokens]:
     """One token of each sample after the other, (samples,); PAD where a sample has ended."""
     positions = task.positions(np.arange(len(prompt) + count)[None])

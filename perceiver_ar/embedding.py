@@ -155,9 +155,10 @@ class AdaptiveOutput(nn.Module):
 
     def forward(self, z: Tensor, embedding: nn.Module) -> Tensor:
         """Log-probabilities, which are logits too; of all V tokens, so not meant for training."""
-        head = _exact(self.head(z)).log_softmax(-1)
+        head = _exact(self._head(z, embedding)).log_softmax(-1)
         bands = [
-            head[..., self.cutoffs[0] + band, None] + self._within(z, band) for band in range(len(self.tails))
+            head[..., self.cutoffs[0] + band, None] + self._within(z, band, embedding)
+            for band in range(len(self.cutoffs))
         ]
         return torch.cat((head[..., : self.cutoffs[0]], *bands), dim=-1)
 
@@ -166,18 +167,56 @@ class AdaptiveOutput(nn.Module):
         z, flat = z.flatten(0, 1), targets.flatten()
         band = torch.bucketize(flat, torch.tensor(self.cutoffs, device=flat.device), right=True)
         chosen = torch.where(band == 0, flat.clamp(min=0), self.cutoffs[0] + band - 1)
-        head = _exact(self.head(z))
+        head = _exact(self._head(z, embedding))
         log_z = head.logsumexp(-1)
         nats = log_z - head.gather(-1, chosen[:, None]).squeeze(-1)
         for index, low in enumerate(self.cutoffs):
             rows = (band == index + 1).nonzero().squeeze(-1)
-            inside = self._within(z[rows], index).gather(-1, (flat[rows] - low)[:, None]).squeeze(-1)
+            inside = (
+                self._within(z[rows], index, embedding).gather(-1, (flat[rows] - low)[:, None]).squeeze(-1)
+            )
             nats = nats.index_add(0, rows, -inside)
         scored = flat >= 0
         return Scores((nats * scored).view_as(targets), (log_z * scored).view_as(targets), None, None)
 
-    def _within(self, z: Tensor, band: int) -> Tensor:
+    def _head(self, z: Tensor, embedding: nn.Module) -> Tensor:
+        """Logits of the first band's tokens, then of the other bands."""
+        return self.head(z)
+
+    def _within(self, z: Tensor, band: int, embedding: nn.Module) -> Tensor:
+        """Log-probabilities of the tokens of a band after the first, once it is known to be that."""
         return _exact(self.tails[band](self.narrow[band](z))).log_softmax(-1)
+
+
+class TiedAdaptiveOutput(AdaptiveOutput):
+    """The same with the weights of the adaptive embeddings, but for the first projection and biases."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        nn.Module.__init__(self)
+        self.cutoffs = config.cutoffs
+        self.first = Linear(config.channels, config.channels, bias=False)
+        self.bands = ZeroLinear(config.channels, len(config.cutoffs), bias=True)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+
+    def _head(self, z: Tensor, embedding: nn.Module) -> Tensor:
+        assert isinstance(embedding, AdaptiveEmbedding)
+        tokens = F.linear(self.first(z), _weight(embedding.tables[0]), self.bias[: self.cutoffs[0]])
+        return torch.cat((tokens, self.bands(z)), dim=-1)
+
+    def _within(self, z: Tensor, band: int, embedding: nn.Module) -> Tensor:
+        assert isinstance(embedding, AdaptiveEmbedding)
+        low, high = embedding.bounds[band + 1 : band + 3]
+        narrow = z @ _weight(embedding.projections[band + 1])
+        logits = F.linear(narrow, _weight(embedding.tables[band + 1]), self.bias[low:high])
+        return _exact(logits).log_softmax(-1)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return module.weight
 
 
 def _exact(logits: Tensor) -> Tensor:

@@ -19,19 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perceiver_ar.baselines import Transformer, TransformerXL, continued, recomputed
 from perceiver_ar.caching import check_forgetting, grow, half, prefill, step
 from perceiver_ar.captured import decode_for
+from perceiver_ar.decoder import Decoder, Engine
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.sampling import Sampling, sample
 from perceiver_ar.tasks.base import PAD
 from perceiver_ar.windows import generator
 
-Engine = Generator[Tensor, Tensor, None]
-"""Yields the logits (B, V) of the next token, and is sent that token (B,)."""
-
 
 def generate(
-    model: PerceiverAR,
+    model: Decoder,
     prompt: Tensor,
     max_new_tokens: int = 100,
     temperature: float = 1.0,
@@ -87,7 +86,7 @@ def generate(
 
 
 def stream(
-    model: PerceiverAR,
+    model: Decoder,
     prompt: Tensor,
     max_new_tokens: int = 100,
     temperature: float = 1.0,
@@ -136,6 +135,10 @@ def stream(
     seen = None if repetition_penalty == 1 else _seen(model, prompt, lengths)
     ends = torch.tensor(_ids(stop), dtype=torch.long, device=prompt.device)
     places = _places(model, prompt, lengths, positions, max_new_tokens)
+    if isinstance(model, Transformer | TransformerXL):
+        engine = (continued if cache else recomputed)(model, prompt, places, lengths)
+        return _draw(model, engine, max_new_tokens, sampling, chances, allowed, ends, seen, log_probs)
+    assert isinstance(model, PerceiverAR)
     if prompt.shape[1] > model.config.context:
         keep = model.config.context - (most // 2 if grow_latents else 0)
         prompt, places = prompt[:, -keep:], places[:, prompt.shape[1] - keep :]
@@ -149,7 +152,7 @@ def stream(
 
 
 def _draw(
-    model: PerceiverAR,
+    model: Decoder,
     engine: Engine,
     new: int,
     sampling: Sampling,
@@ -180,7 +183,7 @@ def _draw(
 
 
 @contextmanager
-def _evaluating(model: PerceiverAR) -> Generator[None]:
+def _evaluating(model: Decoder) -> Generator[None]:
     """No dropout, gradients or autocast; never held while the caller of a stream has its turn."""
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -236,7 +239,7 @@ def _recomputed(
 
 
 def _check(
-    model: PerceiverAR, prompt: Tensor, lengths: Tensor | None, new: int, cache: bool, grow_latents: bool
+    model: Decoder, prompt: Tensor, lengths: Tensor | None, new: int, cache: bool, grow_latents: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Prompt and lengths on the model's device, once it is sure that they can be gone on from."""
     if prompt.dim() != 2 or prompt.is_floating_point() or not prompt.numel():
@@ -265,7 +268,7 @@ def _check(
 
 
 def _places(
-    model: PerceiverAR, prompt: Tensor, lengths: Tensor | None, positions: Tensor | None, new: int
+    model: Decoder, prompt: Tensor, lengths: Tensor | None, positions: Tensor | None, new: int
 ) -> Tensor:
     """Positions of prompt and new tokens, (B or 1, P + new, A)."""
     tokens = prompt.new_empty(len(prompt), prompt.shape[1] + new)
@@ -315,7 +318,7 @@ def _check_logits(logits: Tensor) -> None:
         raise ValueError("the model's logits are not numbers: its weights must be damaged, or diverged.")
 
 
-def _seen(model: PerceiverAR, prompt: Tensor, lengths: Tensor | None) -> Tensor:
+def _seen(model: Decoder, prompt: Tensor, lengths: Tensor | None) -> Tensor:
     """Which tokens the prompts hold, (B, V)."""
     seen = torch.zeros(len(prompt), model.config.vocab_size, dtype=torch.bool, device=prompt.device)
     for index, row in enumerate(prompt):

@@ -5,10 +5,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from perceiver_ar.config import Experiment, ModelConfig
-from perceiver_ar.model import PerceiverAR
+from perceiver_ar.architectures import load_model
+from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, TransformerXLConfig
 
-FREE = ("context", "latents", "residual_dropout", "latent_dropout", "cross_dropout", "cross_dropout_scope")
+FREE = {
+    *("context", "latents", "residual_dropout", "latent_dropout", "cross_dropout", "cross_dropout_scope"),
+    *("segment", "memory", "evaluation_memory", "memory_dropout", "checkpoint_activations", "max_wavelength"),
+}
 
 
 def start_from(
@@ -18,15 +21,17 @@ def start_from(
     if folder is None:
         return experiment, None
     path = Path(folder)
-    trained = PerceiverAR.from_pretrained(path / "model" if (path / "model").is_dir() else path)
+    trained = load_model(path / "model" if (path / "model").is_dir() else path)
     model = fit(trained.config, experiment.model, str(folder))
     return replace(experiment, model=model), trained.state_dict()
 
 
-def fit(trained: ModelConfig, wanted: ModelConfig, name: str) -> ModelConfig:
+def fit(trained: AnyModelConfig, wanted: AnyModelConfig, name: str) -> AnyModelConfig:
     """The wanted config, if the trained weights can serve it; a longer context keeps their wavelengths."""
+    if type(trained) is not type(wanted):
+        raise ValueError(f"{name} is a model of another kind than the preset's: choose a preset of its kind.")
     for key, value in trained.to_dict().items():
-        if key in (*FREE, "checkpoint_activations", "max_wavelength") or getattr(wanted, key) == value:
+        if key in FREE or getattr(wanted, key) == value:
             continue
         asked = getattr(wanted, key)
         if key == "vocab_size":
@@ -38,10 +43,13 @@ def fit(trained: ModelConfig, wanted: ModelConfig, name: str) -> ModelConfig:
         raise ValueError(
             f"{name} learned {trained.context} positions, so its context cannot become {wanted.context}."
         )
-    if trained.queries == "learned" and trained.latents != wanted.latents:
+    queries = trained.queries if isinstance(trained, ModelConfig) else None
+    if queries == "learned" and trained.latents != wanted.latents:
         raise ValueError(
             f"{name} learned {trained.latents} queries, so it cannot have {wanted.latents} latents."
         )
+    if isinstance(trained, TransformerXLConfig) or isinstance(wanted, TransformerXLConfig):
+        return wanted
     rotary = trained.positions == "rotary"
     longest = trained.max_wavelength or (float(trained.context) if rotary else None)
     return replace(wanted, max_wavelength=longest)

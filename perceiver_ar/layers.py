@@ -36,11 +36,12 @@ class Linear(nn.Linear):
 class ZeroLinear(nn.Linear):
     """Starts at zero, for logits: every token is equally likely at first."""
 
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__(width, out, bias=False)
+    def __init__(self, width: int, out: int, bias: bool = False) -> None:
+        super().__init__(width, out, bias)
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
 
 class Embedding(nn.Embedding):

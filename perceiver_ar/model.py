@@ -9,18 +9,15 @@ Notable:
 - cross-attend dropout picks the inputs that it keeps before anything is computed from them.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from perceiver_ar.attention import Rotation, attend, rotate, rotation
+from perceiver_ar.attention import Rotation, attend, rotate
 from perceiver_ar.config import ModelConfig
+from perceiver_ar.decoder import Decoder, real
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
 from perceiver_ar.layers import Linear, Vectors, look_up
-from perceiver_ar.pretrained import Pretrained
 
 Turns = tuple[Rotation | None, Rotation | None]
 """Of the queries and of the keys; None where positions are not rotary."""
@@ -140,7 +137,7 @@ def latent_numbers(count: int, lengths: Tensor | None, device: torch.device) -> 
     return (numbers - (count - lengths[:, None]).clamp(min=0)).clamp(min=0)
 
 
-class PerceiverAR(Pretrained):
+class PerceiverAR(Decoder):
     """Perceiver AR (Hawthorne, Jaegle et al., ICML 2022)."""
 
     config_class = ModelConfig
@@ -161,88 +158,12 @@ class PerceiverAR(Pretrained):
         self.norm = nn.LayerNorm(config.channels)
         self.output = (AdaptiveOutput if config.cutoffs else Output)(config)
 
-    def reset_parameters(self) -> None:
-        """Draws all weights anew, such as those of a model that was built on the meta device."""
-        for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if module is not self and callable(reset):
-                reset()
-
-    def nats(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        positions: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Negative log-likelihood of the tokens that follow the last N inputs, (B, N), unreduced.
-
-        Negative targets are not scored: their nats are 0.
-        """
-        return self(tokens, positions=positions, lengths=lengths, targets=targets).nats
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        latents: int | None = None,
-        lengths: Tensor | None = None,
-        targets: Tensor | None = None,
-    ) -> Any:
-        """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their Scores.
-
-        tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
-        padding itself means nothing. Lengths are best left on the CPU, where they can be looked at for
-        nothing: without padded latents the self-attends are faster. positions (B, M) or (B, M, A)
-        default to 0, 1, ... from the first real token. latents defaults to the config's, and to the
-        number of targets.
-        """
-        # One entry for logits and loss, since DDP and FSDP only see calls of forward.
-        if targets is not None:
-            _check_targets(tokens, targets, latents)
-            latents, targets = targets.shape[1], targets.long()
-        count = self._count(tokens, latents)
-        padded, tokens = _some_padded(tokens, lengths, count), tokens.long()
-        lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=tokens.is_cuda)
-        positions = self.place(tokens, positions, lengths)
-        z = self.norm(self._latents(tokens, positions, count, lengths, padded))
-        if targets is None:
-            return self.output(z, self.embedding.tokens)
-        return self.output.score(z, targets, self.embedding.tokens)
-
-    def _count(self, tokens: Tensor, latents: int | None) -> int:
-        """The number of latents: as asked, but no more than there are inputs."""
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be whole numbers of shape (B, M), not {_describe(tokens)}.")
-        config, inputs = self.config, tokens.shape[1]
-        if not 1 <= inputs <= config.context:
-            raise ValueError(f"{inputs} inputs given, but the model takes from 1 to {config.context}.")
-        return min(config.check_latents(latents), inputs)
-
-    def place(self, tokens: Tensor, positions: Tensor | None, lengths: Tensor | None) -> Tensor:
-        """Where tokens (B, M) stand, (B or 1, M, A): as told, or counted from the first real one."""
-        axes = max(1, len(self.config.axes))
-        if positions is None:
-            if self.config.axes:
-                raise ValueError(f"axial positions must be given: positions of shape (B, M, {axes}).")
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            if lengths is not None:
-                positions = (positions - (tokens.shape[1] - lengths[:, None])).clamp(min=0)
-        if positions.dim() == 2:
-            positions = positions[..., None]
-        if positions.shape[1:] != (tokens.shape[1], axes) or positions.shape[0] not in (1, tokens.shape[0]):
-            raise ValueError(
-                f"positions of shape {tuple(positions.shape)} do not fit tokens of shape "
-                f"{tuple(tokens.shape)} with {axes} position(s) each."
-            )
-        return positions
-
     def _latents(
         self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
     ) -> Tensor:
         """The latents, of which some may be padded, after all attends, (B, N, C)."""
         config = self.config
-        visible = None if lengths is None else _real(tokens, lengths)
+        visible = None if lengths is None else real(tokens, lengths)
         latents_visible = visible[:, -count:] if visible is not None and padded else None
         latents_positions = positions[:, -count:]
         drop_inputs = self.training and config.cross_dropout > 0
@@ -273,59 +194,6 @@ class PerceiverAR(Pretrained):
         """How far the cross-attend turns what stands at these positions (B, T, A)."""
         return self._turn(positions, self.config.input_width // self.config.cross_head_count)
 
-    def self_turn(self, positions: Tensor) -> Rotation | None:
-        """The same of every self-attend."""
-        return self._turn(positions, self.config.channels // self.config.heads)
-
-    def _turn(self, positions: Tensor, head_width: int) -> Rotation | None:
-        config = self.config
-        if config.positions != "rotary":
-            return None
-        wavelength = config.max_wavelength or config.context
-        return rotation(positions[..., 0], head_width, config.rotary_fraction, wavelength)
-
-    def _run(self, block: nn.Module, *args: object) -> Tensor:
-        if self.training and self.config.checkpoint_activations:
-            return checkpoint(block, *args, use_reentrant=False)
-        return block(*args)
-
-
-def _describe(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
-
-
-def _check_targets(tokens: Tensor, targets: Tensor, latents: int | None) -> None:
-    fits = targets.dim() == tokens.dim() == 2 and targets.shape[0] == tokens.shape[0]
-    if not fits or not 1 <= targets.shape[1] <= tokens.shape[1] or latents not in (None, targets.shape[1]):
-        raise ValueError(
-            f"targets, {_describe(targets)}, do not fit tokens, {_describe(tokens)}: give the tokens "
-            "that follow the last inputs, one for each latent."
-        )
-
-
-def _some_padded(tokens: Tensor, lengths: Tensor | None, count: int) -> bool:
-    """Whether padding may reach into the last few inputs, once the lengths are found to be right."""
-    if lengths is None:
-        return False
-    if lengths.shape != tokens.shape[:1] or lengths.is_floating_point():
-        raise ValueError(
-            f"lengths must be whole numbers of shape ({tokens.shape[0]},), not {_describe(lengths)}."
-        )
-    # On a GPU, or in a graph, looking at the values would cost more than it tells.
-    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
-        return True
-    low, high = (int(x) for x in lengths.aminmax()) if len(lengths) else (0, 0)
-    if low < 0 or high > tokens.shape[1]:
-        raise ValueError(
-            f"lengths must be from 0 to the {tokens.shape[1]} inputs, but go from {low} to {high}."
-        )
-    return low < count
-
-
-def _real(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Which inputs are not padding, (B, M)."""
-    return torch.arange(tokens.shape[1], device=tokens.device) >= tokens.shape[1] - lengths[:, None]
-
 
 def _hide_last(visible: Tensor | None, tokens: Tensor, count: int, share: float) -> Tensor:
     """Hides a random share of the last few inputs; (B, count), or as many as were told apart before."""
@@ -351,29 +219,3 @@ def _keep_some(
         positions.gather(1, index[..., None].expand(-1, -1, positions.shape[-1])),
         None if visible is None else visible.gather(1, index),
     )
-
-
-def build(config: ModelConfig) -> PerceiverAR:
-    """The module that a config describes."""
-    return PerceiverAR(config)
-
-
-def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Compiles each block, as torch.compile does; those of one shape share what is compiled.
-
-    Training, evaluation, padding and changing lengths each need it once more: more often, together,
-    than torch would compile before it goes on without a word, and without compiling.
-    """
-    import torch._dynamo  # it takes a second
-
-    dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit = max(64, dynamo.recompile_limit)
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.compile(**options)
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """How many parameters the module of a config has, without making them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(config).parameters())

@@ -8,7 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from perceiver_ar.config import Experiment, ModelConfig, TrainConfig, unknown
+from perceiver_ar.config import (
+    Experiment,
+    ModelConfig,
+    TrainConfig,
+    TransformerConfig,
+    TransformerXLConfig,
+)
+from perceiver_ar.strict import unknown
 
 BYTES = 256 + 3
 EVENTS = 388 + 3
@@ -101,6 +108,27 @@ def wikitext103(name: str, context: int) -> Experiment:
     return Experiment(name, "text", model, train, {"tokenizer": "words"})
 
 
+def books_xl(name: str, layers: int) -> Experiment:
+    """Section 5.4, appendix F.7: the Transformer-XL that Books models are compared with."""
+    model = TransformerXLConfig(32_000, layers=layers, residual_dropout=0.1, memory_dropout=0.25)
+    train = TrainConfig(steps=500_000, batch_size=256)
+    return Experiment(name, "text", model, train, {"tokenizer": "unigram"})
+
+
+def wikitext103_xl(name: str) -> Experiment:
+    """Section 5.5, appendix F.5: the same, with adaptive embeddings."""
+    cutoffs = (20_000, 40_000, 200_000)
+    model = TransformerXLConfig(267_735, cutoffs=cutoffs, residual_dropout=0.1, memory_dropout=0.25)
+    train = TrainConfig(steps=UNSTATED_STEPS, batch_size=UNSTATED_BATCH)
+    return Experiment(name, "text", model, train, {"tokenizer": "words"})
+
+
+def transformer(name: str, context: int) -> Experiment:
+    """Figure 3: the 6-layer Transformer whose speed is compared. Its data are not stated: bytes."""
+    model = TransformerConfig(BYTES, context, layers=6, residual_dropout=0.1)
+    return Experiment(name, "text", model, TrainConfig(batch_size=UNSTATED_BATCH), {"tokenizer": "bytes"})
+
+
 def maestro(name: str) -> Experiment:
     """Section 5.6, appendix F.8: symbolic piano music."""
     model = _common(
@@ -170,6 +198,7 @@ _PRESETS: dict[str, Callable[[str], Experiment]] = {
     "imagenet64": imagenet64,
     "pg19-2k": partial(pg19, context=2048, cross_dropout=0.875),
     "pg19-4k": partial(pg19, context=4096, cross_dropout=0.96875),
+    "wikitext103-xl": wikitext103_xl,
     "maestro-v1": maestro,
     "maestro-v3": maestro,
     "piano-32k": piano,
@@ -184,6 +213,9 @@ for _short, _context, _matched in (("1k", 1024, 62), ("4k", 4096, 61), ("8k", 81
     _PRESETS[f"books-{_short}-matched"] = partial(books, context=_context, layers=_matched)
 for _short, _context in (("1k", 1024), ("2k", 2048), ("4k", 4096), ("8k", 8192)):
     _PRESETS[f"wikitext103-{_short}"] = partial(wikitext103, context=_context)
+    _PRESETS[f"transformer-{_short}"] = partial(transformer, context=_context)
+for _layers in (23, 24, 25, 28, 42):
+    _PRESETS[f"books-xl-{_layers}"] = partial(books_xl, layers=_layers)
 for _short, _context, _layers in (("8k", 8192, 12), ("32k", 32_768, 24), ("65k", 65_536, 48)):
     for _rate, _levels in (("12kbps", 24), ("18kbps", 36), ("22kbps", 44)):
         _PRESETS[f"soundstream-{_short}-{_rate}"] = partial(

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from perceiver_ar.config import FORMAT_VERSION, Config
+from perceiver_ar.config import FORMAT_VERSION
+from perceiver_ar.strict import Config
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

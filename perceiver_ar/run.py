@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from perceiver_ar import tasks
+from perceiver_ar.architectures import load_model
 from perceiver_ar.checkpoint import write_folder
 from perceiver_ar.config import Experiment
 from perceiver_ar.data import Crops, Mixture
+from perceiver_ar.decoder import Decoder
 from perceiver_ar.evaluation import Documents
-from perceiver_ar.model import PerceiverAR
 from perceiver_ar.pretrained import WEIGHTS, Pretrained
 from perceiver_ar.sealed import Damaged, check_version, digest, file_digest, read_sealed, write_sealed
 from perceiver_ar.store import Store
@@ -93,8 +94,10 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
     if source.stores and source.stores[0].vocab_size != vocabulary:
         vocabulary = source.stores[0].vocab_size
         say(f"The store's vocabulary of {vocabulary:,} is taken instead of the preset's.")
-    cutoffs = tuple(cutoff for cutoff in experiment.model.cutoffs if cutoff < vocabulary)
-    model = replace(experiment.model, vocab_size=vocabulary, cutoffs=cutoffs)
+    changes: dict[str, Any] = {"vocab_size": vocabulary}
+    if cutoffs := getattr(experiment.model, "cutoffs", ()):
+        changes["cutoffs"] = tuple(cutoff for cutoff in cutoffs if cutoff < vocabulary)
+    model = replace(experiment.model, **changes)
     task.check(model)
     if experiment.train.evaluate_every and not source.has("validation"):
         raise ValueError(
@@ -103,7 +106,7 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
     return replace(experiment, task=task.name, options=task.to_dict(), model=model)
 
 
-def check_vocabulary(source: Source, model: PerceiverAR) -> None:
+def check_vocabulary(source: Source, model: Decoder) -> None:
     """Refuses to evaluate a model on tokens that it does not know."""
     known = model.config.vocab_size
     for store in source.stores:
@@ -184,7 +187,7 @@ def export(folder: Path, model: Pretrained, experiment: Experiment, task: Task, 
     write_folder(folder / "model", write)
 
 
-def load(run: str | Path, device: str) -> tuple[PerceiverAR, Task, Data]:
+def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
     """The model of a run folder, or of its model/ alone; its task; and where its data were."""
     folder = Path(run)
     if not folder.is_dir():
@@ -198,6 +201,6 @@ def load(run: str | Path, device: str) -> tuple[PerceiverAR, Task, Data]:
     about = read_sealed(inner / "experiment.json")
     if file_digest(inner / WEIGHTS) != about["sha256"]:
         raise Damaged(f"{inner / WEIGHTS} is damaged.")
-    model = PerceiverAR.from_pretrained(inner, map_location=device)
+    model = load_model(inner, device)
     experiment = Experiment.from_dict(about["experiment"])
     return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]

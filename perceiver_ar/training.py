@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perceiver_ar.architectures import build, compile_blocks
 from perceiver_ar.checkpoint import (
     Checkpoint,
     disk_is_full,
@@ -27,13 +28,13 @@ from perceiver_ar.checkpoint import (
 )
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.data import Batch, collate
+from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import autocast, pick_device
 from perceiver_ar.embedding import Scores
 from perceiver_ar.evaluation import evaluate, predict
 from perceiver_ar.feed import Feed
 from perceiver_ar.initial import start_from
 from perceiver_ar.metrics import Metrics, import_logger
-from perceiver_ar.model import PerceiverAR, build, compile_blocks
 from perceiver_ar.optim import learning_rate, make_optimizer, update_average
 from perceiver_ar.run import Data, Origin, Source, begin, export, open_source, settle
 from perceiver_ar.windows import Examples, generator
@@ -112,7 +113,7 @@ class Interrupted(Exception):
 class State:
     """All that changes from step to step."""
 
-    model: PerceiverAR
+    model: Decoder
     optimizer: torch.optim.Optimizer
     average: list[Tensor]
     examples: Examples

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import perceiver_ar.model as model_module
+from perceiver_ar.architectures import compile_blocks, parameter_count
 from perceiver_ar.config import ModelConfig, Positions, Queries
 from perceiver_ar.embedding import InputEmbedding
 from perceiver_ar.layers import look_up
-from perceiver_ar.model import PerceiverAR, compile_blocks, parameter_count
+from perceiver_ar.model import PerceiverAR
 
 B, M, N, V = 2, 12, 5, 30
 POSITIONS: list[Positions] = ["rotary", "sinusoidal", "learned", "axial", "none"]
@@ -165,7 +166,7 @@ def test_self_attends_have_a_mask_only_where_latents_are_padded(
     monkeypatch.setattr(model_module, "attend", spy)
     model(tokens, lengths=lengths)
     assert sum(call.args[3] is not None for call in spy.call_args_list) == masks
-    monkeypatch.setattr(model_module, "_some_padded", lambda tokens, lengths, count: True)
+    monkeypatch.setattr("perceiver_ar.decoder._some_padded", lambda tokens, lengths, count: True)
     torch.testing.assert_close(model(tokens, lengths=lengths), plain, atol=1e-5, rtol=1e-5)
 
 
@@ -240,7 +241,7 @@ def test_cross_attend_dropout_equals_hiding_the_same_inputs(monkeypatch: pytest.
     visible.scatter_(1, chosen[:, :-N], True)
     visible[:, -N:] = last
     assert 0 < visible.sum() < visible.numel()
-    monkeypatch.setattr(model_module, "_real", lambda tokens, lengths: visible)
+    monkeypatch.setattr(model_module, "real", lambda tokens, lengths: visible)
     torch.testing.assert_close(
         dropped, model.eval()(tokens, lengths=torch.full((B,), M)), atol=1e-5, rtol=1e-5
     )

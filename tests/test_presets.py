@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from perceiver_ar import presets
+from perceiver_ar.architectures import parameter_count
 from perceiver_ar.config import Experiment
-from perceiver_ar.model import parameter_count
 
 # Where the paper states it, what it states (shared/paper/notes.md settles what it leaves open).
 STATED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
@@ -175,6 +175,12 @@ COUNTS = {
     "books-16k-matched": 750.8,
     "pg19-2k": 974.6,
     "pg19-4k": 974.6,
+    "books-xl-23": 346.6,
+    "books-xl-24": 360.3,
+    "books-xl-25": 373.9,
+    "books-xl-28": 414.8,
+    "books-xl-42": 605.8,
+    "wikitext103-xl": 285.2,
 }
 
 
@@ -190,12 +196,29 @@ def test_presets_hold_what_the_paper_states(
         assert getattr(experiment.train, key) == wanted, (section, key)
 
 
+BASELINES = {
+    **{f"books-xl-{layers}": {"layers": layers, "vocab_size": 32_000} for layers in (23, 24, 25, 28, 42)},
+    "wikitext103-xl": {"layers": 18, "vocab_size": 267_735},
+}
+
+
+@pytest.mark.parametrize(("name", "stated"), BASELINES.items())
+def test_baselines_hold_what_the_paper_states(name: str, stated: dict[str, Any]) -> None:
+    model = presets.get(name).model
+    stated |= {"segment": 1024, "memory": 384, "evaluation_memory": 1600, "memory_dropout": 0.25}
+    for key, wanted in stated.items():
+        assert getattr(model, key) == wanted, key
+    assert model.context == 2624
+
+
+SPEED = {f"transformer-{size}" for size in ("1k", "2k", "4k", "8k")}
+"""Of figure 3."""
 STARTERS = {"small", "tiny"}
 """Not in the paper."""
 
 
 def test_every_preset_is_in_the_table_and_survives_a_dict() -> None:
-    assert set(presets.names()) == {row[0] for row in STATED} | STARTERS
+    assert set(presets.names()) == {row[0] for row in STATED} | BASELINES.keys() | SPEED | STARTERS
     assert presets.names() == sorted(presets.names())
     for name in presets.names():
         assert Experiment.from_dict(presets.get(name).to_dict()) == presets.get(name)

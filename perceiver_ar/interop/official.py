@@ -8,8 +8,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from perceiver_ar.config import ModelConfig, Queries, unknown
+from perceiver_ar.config import ModelConfig, Queries
 from perceiver_ar.model import Block, PerceiverAR
+from perceiver_ar.strict import unknown
 
 DEFAULTS: dict[str, Any] = {
     "input_embed_dim": 1024,

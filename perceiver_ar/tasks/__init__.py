@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from perceiver_ar.config import unknown
 from perceiver_ar.store import Store
+from perceiver_ar.strict import unknown
 from perceiver_ar.tasks.base import Task
 
 _TASKS = {

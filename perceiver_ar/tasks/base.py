@@ -8,7 +8,8 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from perceiver_ar.config import Config, ModelConfig
+from perceiver_ar.config import AnyModelConfig
+from perceiver_ar.strict import Config
 from perceiver_ar.windows import Examples, Tokens
 
 PAD, EOS, BOS, FIRST = 0, 1, 2, 3
@@ -55,7 +56,7 @@ class Task(Config):
         """What so many inputs are in the task's own measure, if it has one."""
         return {}
 
-    def check(self, model: ModelConfig) -> None:
+    def check(self, model: AnyModelConfig) -> None:
         """Refuses a model that cannot learn the task."""
 
     def examples(self) -> Examples:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from perceiver_ar.config import ModelConfig
+from perceiver_ar.config import AnyModelConfig
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens, Window, crop_end, crop_weight, generator
 
@@ -49,7 +49,7 @@ class CopyTask(Task):
                 "first_half and sequences of a copy task must be at least 1, columns at least 0."
             )
 
-    def check(self, model: ModelConfig) -> None:
+    def check(self, model: AnyModelConfig) -> None:
         if self.length > model.context:
             raise ValueError(
                 f"a copy of {self.length} tokens is longer than the context of {model.context}: "

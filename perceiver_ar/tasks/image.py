@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from perceiver_ar.config import ModelConfig
+from perceiver_ar.config import AnyModelConfig
 from perceiver_ar.extras import need
 from perceiver_ar.fetching import unpack
 from perceiver_ar.report import readable
@@ -54,7 +54,7 @@ class ImageTask(Task):
         """Bytes of an image."""
         return 3 * self.size**2
 
-    def check(self, model: ModelConfig) -> None:
+    def check(self, model: AnyModelConfig) -> None:
         rows = (self.size + SPARE, self.size + SPARE, 3 + SPARE)
         if len(model.axes) != 3 or any(has < needs for has, needs in zip(model.axes, rows, strict=True)):
             raise ValueError(

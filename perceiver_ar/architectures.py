@@ -1,0 +1,56 @@
+"""The three kinds of model: which module a config describes, and which one a folder holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from perceiver_ar.baselines import RelativeBlock, Transformer, TransformerXL
+from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig, TransformerXLConfig
+from perceiver_ar.decoder import Decoder
+from perceiver_ar.model import Block, PerceiverAR
+from perceiver_ar.pretrained import CONFIG
+
+MODELS: dict[type, type[Decoder]] = {
+    ModelConfig: PerceiverAR,
+    TransformerConfig: Transformer,
+    TransformerXLConfig: TransformerXL,
+}
+
+
+def build(config: AnyModelConfig) -> Decoder:
+    """The module that a config describes."""
+    return MODELS[type(config)](config)
+
+
+def parameter_count(config: AnyModelConfig) -> int:
+    """How many parameters the module of a config has, without making them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
+
+
+def load_model(folder: Path, device: str = "cpu") -> Decoder:
+    """The model of a folder, whichever kind it is."""
+    try:
+        found = json.loads((folder / CONFIG).read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        found = None  # from_pretrained says what is wrong
+    kinds = {kind.model_type: kind for kind in MODELS.values()}
+    return kinds.get(found, PerceiverAR).from_pretrained(folder, map_location=device)
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """Compiles each block, as torch.compile does; those of one shape share what is compiled.
+
+    Training, evaluation, padding and changing lengths each need it once more: more often, together,
+    than torch would compile before it goes on without a word, and without compiling.
+    """
+    import torch._dynamo  # it takes a second
+
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(64, dynamo.recompile_limit)
+    for module in model.modules():
+        if isinstance(module, Block | RelativeBlock):
+            module.compile(**options)

@@ -1,0 +1,247 @@
+"""What Perceiver AR is compared with: a decoder-only Transformer, and Transformer-XL.
+
+Both are called, trained, evaluated and drawn from as Perceiver AR is; here "the last N" are outputs
+of the last N inputs. What was computed for earlier inputs is a value that is passed in and returned:
+keys and values for the one, the memory for the other.
+
+Letters: B batch, M inputs, N outputs, T keys (memory and inputs), C channels, H heads, K head width,
+L layers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perceiver_ar.attention import attend
+from perceiver_ar.config import TransformerConfig, TransformerXLConfig
+from perceiver_ar.decoder import Decoder, Engine, real
+from perceiver_ar.embedding import InputEmbedding, Output, SinusoidalPositions, TiedAdaptiveOutput
+from perceiver_ar.layers import Linear, Vectors
+from perceiver_ar.model import MLP, Block
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a model keeps of the inputs so far."""
+
+    kept: list[tuple[Tensor, ...]]
+    """Of each layer: keys and values (B, H, T, K), or states (B, T, C)."""
+    visible: Tensor | None
+    """(B, T): which of them are not padding; None: all."""
+
+
+class Transformer(Decoder):
+    """A decoder-only Transformer with the blocks and positions of Perceiver AR."""
+
+    config_class = TransformerConfig
+    model_type = "transformer"
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = InputEmbedding(config.stack())
+        self.self_attends = nn.ModuleList(
+            Block(config.channels, config.heads, config.residual_dropout) for _ in range(config.layers)
+        )
+        self.norm = nn.LayerNorm(config.channels)
+        self.output = Output(config.stack())
+
+    def _latents(
+        self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
+    ) -> Tensor:
+        visible = None if lengths is None else real(tokens, lengths)
+        z, turn = self.embedding(tokens, positions), self.self_turn(positions)
+        for block in self.self_attends:
+            z = self._run(block, z, None, (turn, turn), visible)
+        return z[:, -count:]
+
+    def held(self, total: int) -> int:
+        """Inputs that are gone on with: where there is no more room, half of them are forgotten."""
+        context, keep = self.config.context, self.config.context // 2
+        return total if total <= context else keep + 1 + (total - context - 1) % (context - keep)
+
+    def extend(
+        self, tokens: Tensor, positions: Tensor, past: Past | None, visible: Tensor | None = None
+    ) -> tuple[Tensor, Past]:
+        """Logits after the last of some more inputs (B, T), (B, V), and the past with those."""
+        visible = _joined(past, visible, tokens)
+        z, turn, kept = self.embedding(tokens, positions), self.self_turn(positions), []
+        for index, block in enumerate(self.self_attends):
+            assert isinstance(block, Block)
+            q, k, v = block.project(z, None, (turn, turn))
+            if past is not None:
+                k, v = (torch.cat(pair, dim=2) for pair in zip(past.kept[index], (k, v), strict=True))
+            kept.append((k, v))
+            z = block.update(z, attend(q, k, v, visible))
+        return self.output(self.norm(z[:, -1]), self.embedding.tokens), Past(kept, visible)
+
+
+def _joined(past: Past | None, visible: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """Which of the inputs before and of these are not padding."""
+    before = None if past is None else past.visible
+    if past is None or (before is None and visible is None):
+        return visible
+    held = past.kept[0][0].shape[-2]
+    before = tokens.new_ones(len(tokens), held, dtype=torch.bool) if before is None else before
+    visible = torch.ones_like(tokens, dtype=torch.bool) if visible is None else visible
+    return torch.cat((before, visible), dim=1)
+
+
+class RelativeBlock(nn.Module):
+    """Attention to a memory and to the inputs by content and distance, then an MLP."""
+
+    def __init__(self, channels: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(channels)
+        self.query = Linear(channels, channels, bias=False)
+        self.key = Linear(channels, channels)
+        self.value = Linear(channels, channels)
+        self.distance = Linear(channels, channels, bias=False)
+        self.out = Linear(channels, channels)
+        self.mlp_norm = nn.LayerNorm(channels)
+        self.mlp = MLP(channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, z: Tensor, before: Tensor, distances: Tensor, biases: tuple[Tensor, Tensor], open_: Tensor
+    ) -> Tensor:
+        # z (B, N, C), memory (B, T - N, C), distances (T, C) from T - 1 down, open_ (B or 1, 1, N, T)
+        source = self.norm(torch.cat((before, z), dim=1))
+        q = self._heads(self.query(source[:, -z.shape[1] :]))
+        k, v = self._heads(self.key(source)), self._heads(self.value(source))
+        r = self._heads(self.distance(distances)[None])
+        content, distance = (bias.view(self.heads, 1, -1).to(q.dtype) for bias in biases)
+        scores = _shifted((q + distance) @ r.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        seen = F.scaled_dot_product_attention(q + content, k, v, scores.masked_fill(~open_, -torch.inf))
+        z = z + self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
+        return z + self.dropout(self.mlp(self.mlp_norm(z)))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def _shifted(scores: Tensor) -> Tensor:
+    """From scores by distance, (B, H, N, T) from T - 1 down, to scores by key; those ahead mean nothing."""
+    queries, keys = scores.shape[-2:]
+    return F.pad(scores, (1, 0)).flatten(-2)[..., queries:].unflatten(-1, (queries, keys))
+
+
+class TransformerXL(Decoder):
+    """Transformer-XL, with layer norms before attention and MLP as Perceiver AR has them."""
+
+    config_class = TransformerXLConfig
+    model_type = "transformer_xl"
+    config: TransformerXLConfig
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = InputEmbedding(config.stack())
+        self.distances = SinusoidalPositions(config.channels, 10_000.0)
+        self.biases = Vectors(2, config.channels)  # of content and of distance, shared by all layers
+        self.self_attends = nn.ModuleList(
+            RelativeBlock(config.channels, config.heads, config.residual_dropout)
+            for _ in range(config.layers)
+        )
+        self.norm = nn.LayerNorm(config.channels)
+        self.output = (TiedAdaptiveOutput if config.cutoffs else Output)(config.stack())
+
+    @property
+    def reach(self) -> int:
+        """States before a segment that it sees."""
+        return self.config.memory if self.training else self.config.evaluation_memory
+
+    def _latents(
+        self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
+    ) -> Tensor:
+        """Segments one after the other, each without a gradient to those before."""
+        visible = None if lengths is None else real(tokens, lengths)
+        end, past, z = tokens.shape[1], None, None
+        ends = [*reversed(range(end - count, max(0, end - count - self.reach), -self.config.segment)), end]
+        begin = max(0, end - count - self.reach)
+        for stop in ends:
+            part = slice(begin, stop)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and stop == end):
+                z, past = self.segment(tokens[:, part], past, None if visible is None else visible[:, part])
+            begin = stop
+        assert z is not None
+        return z
+
+    def segment(self, tokens: Tensor, past: Past | None, visible: Tensor | None) -> tuple[Tensor, Past]:
+        """States (B, N, C) of a segment's inputs behind all layers, and the memory for the next."""
+        joined = _joined(past, visible, tokens)
+        z = self.embedding(tokens, tokens[..., None])
+        before = [(z[:, :0],)] * len(self.self_attends) if past is None else past.kept
+        open_, keys = self._open(joined, z.shape[1], before[0][0].shape[1], z.device)
+        distances = self.distances(torch.arange(keys - 1, -1, -1, device=z.device)[:, None]).to(z.dtype)
+        biases, kept = self.biases.weight.unbind(), []
+        for block, (memory,) in zip(self.self_attends, before, strict=True):
+            kept.append((torch.cat((memory, z), dim=1)[:, max(0, keys - self.reach) :].detach(),))
+            z = self._run(block, z, memory, distances, biases, open_)
+        return z, Past(kept, None if joined is None else joined[:, max(0, keys - self.reach) :])
+
+    def _open(
+        self, joined: Tensor | None, inputs: int, before: int, device: torch.device
+    ) -> tuple[Tensor, int]:
+        """Which of the T keys each input may see, (B or 1, 1, N, T), its own always; and T."""
+        keys = before + inputs
+        key, standing = torch.arange(keys, device=device), torch.arange(before, keys, device=device)[:, None]
+        shown = torch.ones(1, keys, dtype=torch.bool, device=device) if joined is None else joined
+        if self.training and self.config.memory_dropout and before:
+            kept = torch.rand(len(shown), before, device=device) >= self.config.memory_dropout
+            shown = shown & F.pad(kept, (0, inputs), value=True)
+        return ((key <= standing) & (shown[:, None] | (key == standing)))[:, None], keys
+
+    def held(self, total: int) -> int:
+        """Inputs that are gone on with: all, by the memory."""
+        return total
+
+    def extend(
+        self, tokens: Tensor, positions: Tensor, past: Past | None, visible: Tensor | None = None
+    ) -> tuple[Tensor, Past]:
+        """Logits after the last of some more inputs (B, T), (B, V), and the memory with those."""
+        z = None
+        for start in range(0, tokens.shape[1], self.config.segment):
+            part = slice(start, start + self.config.segment)
+            z, past = self.segment(tokens[:, part], past, None if visible is None else visible[:, part])
+        assert z is not None
+        assert past is not None
+        return self.output(self.norm(z[:, -1]), self.embedding.tokens), past
+
+
+def continued(
+    model: Transformer | TransformerXL, tokens: Tensor, places: Tensor, lengths: Tensor | None
+) -> Engine:
+    """Each token is computed once, with what is kept of those before."""
+    past, begin, done, given = None, 0, 0, tokens.shape[1]
+    while True:
+        total = tokens.shape[1]
+        first = total - model.held(total)
+        if first > begin:
+            past, begin, done = None, first, first
+        part = slice(done, total)
+        columns = torch.arange(done, total, device=tokens.device)
+        visible = None if lengths is None else columns >= given - lengths[:, None]
+        logits, past = model.extend(tokens[:, part], places[:, part], past, visible)
+        done, token = total, (yield logits)
+        tokens = torch.cat((tokens, token[:, None]), dim=1)
+
+
+def recomputed(
+    model: Transformer | TransformerXL, tokens: Tensor, places: Tensor, lengths: Tensor | None
+) -> Engine:
+    """The same, but all is computed at every step; Transformer-XL then sees no further than its context."""
+    given = tokens.shape[1]
+    while True:
+        total = tokens.shape[1]
+        inputs = min(model.held(total), model.config.context)
+        real = None if lengths is None else (lengths + total - given).clamp(max=inputs)
+        window = places[:, total - inputs : total]
+        logits = model(tokens[:, -inputs:], positions=window, latents=1, lengths=real)
+        token = yield logits[:, -1]
+        tokens = torch.cat((tokens, token[:, None]), dim=1)

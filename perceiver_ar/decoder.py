@@ -1,0 +1,161 @@
+"""What all models share: from tokens to logits or losses, with padding and positions told from outside.
+
+Letters: B batch, M inputs, N latents, C channels, V vocabulary, A position axes.
+"""
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from perceiver_ar.attention import Rotation, rotation
+from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
+from perceiver_ar.pretrained import Pretrained
+
+Engine = Generator[Tensor, Tensor, None]
+"""A model that tokens are drawn from: yields the logits (B, V) of the next, and is sent that token (B,)."""
+
+
+class Decoder(Pretrained):
+    """Embeds tokens, makes latents of the last N of them, and maps those to logits."""
+
+    embedding: InputEmbedding
+    norm: nn.LayerNorm
+    output: Output | AdaptiveOutput
+
+    def _latents(
+        self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
+    ) -> Tensor:
+        """The latents, of which some may be padded, (B, N, C): what tells one model from another."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, such as those of a model that was built on the meta device."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+
+    def nats(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Negative log-likelihood of the tokens that follow the last N inputs, (B, N), unreduced.
+
+        Negative targets are not scored: their nats are 0.
+        """
+        return self(tokens, positions=positions, lengths=lengths, targets=targets).nats
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        latents: int | None = None,
+        lengths: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Any:
+        """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their Scores.
+
+        tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
+        padding itself means nothing. Lengths are best left on the CPU, where they can be looked at for
+        nothing: without padded latents the self-attends are faster. positions (B, M) or (B, M, A)
+        default to 0, 1, ... from the first real token. latents defaults to the config's, and to the
+        number of targets.
+        """
+        # One entry for logits and loss, since DDP and FSDP only see calls of forward.
+        if targets is not None:
+            _check_targets(tokens, targets, latents)
+            latents, targets = targets.shape[1], targets.long()
+        count = self._count(tokens, latents)
+        padded, tokens = _some_padded(tokens, lengths, count), tokens.long()
+        lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=tokens.is_cuda)
+        positions = self.place(tokens, positions, lengths)
+        z = self.norm(self._latents(tokens, positions, count, lengths, padded))
+        if targets is None:
+            return self.output(z, self.embedding.tokens)
+        return self.output.score(z, targets, self.embedding.tokens)
+
+    def _count(self, tokens: Tensor, latents: int | None) -> int:
+        """The number of latents: as asked, but no more than there are inputs."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be whole numbers of shape (B, M), not {_describe(tokens)}.")
+        config, inputs = self.config, tokens.shape[1]
+        if not 1 <= inputs <= config.context:
+            raise ValueError(f"{inputs} inputs given, but the model takes from 1 to {config.context}.")
+        return min(config.check_latents(latents), inputs)
+
+    def place(self, tokens: Tensor, positions: Tensor | None, lengths: Tensor | None) -> Tensor:
+        """Where tokens (B, M) stand, (B or 1, M, A): as told, or counted from the first real one."""
+        axes = max(1, len(self.config.axes))
+        if positions is None:
+            if self.config.axes:
+                raise ValueError(f"axial positions must be given: positions of shape (B, M, {axes}).")
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            if lengths is not None:
+                positions = (positions - (tokens.shape[1] - lengths[:, None])).clamp(min=0)
+        if positions.dim() == 2:
+            positions = positions[..., None]
+        if positions.shape[1:] != (tokens.shape[1], axes) or positions.shape[0] not in (1, tokens.shape[0]):
+            raise ValueError(
+                f"positions of shape {tuple(positions.shape)} do not fit tokens of shape "
+                f"{tuple(tokens.shape)} with {axes} position(s) each."
+            )
+        return positions
+
+    def self_turn(self, positions: Tensor) -> Rotation | None:
+        """How far each self-attend turns what stands at these positions (B, T, A)."""
+        return self._turn(positions, self.config.channels // self.config.heads)
+
+    def _turn(self, positions: Tensor, head_width: int) -> Rotation | None:
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        wavelength = config.max_wavelength or config.context
+        return rotation(positions[..., 0], head_width, config.rotary_fraction, wavelength)
+
+    def _run(self, block: nn.Module, *args: object) -> Tensor:
+        if self.training and self.config.checkpoint_activations:
+            return checkpoint(block, *args, use_reentrant=False)
+        return block(*args)
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}"
+
+
+def _check_targets(tokens: Tensor, targets: Tensor, latents: int | None) -> None:
+    fits = targets.dim() == tokens.dim() == 2 and targets.shape[0] == tokens.shape[0]
+    if not fits or not 1 <= targets.shape[1] <= tokens.shape[1] or latents not in (None, targets.shape[1]):
+        raise ValueError(
+            f"targets, {_describe(targets)}, do not fit tokens, {_describe(tokens)}: give the tokens "
+            "that follow the last inputs, one for each latent."
+        )
+
+
+def _some_padded(tokens: Tensor, lengths: Tensor | None, count: int) -> bool:
+    """Whether padding may reach into the last few inputs, once the lengths are found to be right."""
+    if lengths is None:
+        return False
+    if lengths.shape != tokens.shape[:1] or lengths.is_floating_point():
+        raise ValueError(
+            f"lengths must be whole numbers of shape ({tokens.shape[0]},), not {_describe(lengths)}."
+        )
+    # On a GPU, or in a graph, looking at the values would cost more than it tells.
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    low, high = (int(x) for x in lengths.aminmax()) if len(lengths) else (0, 0)
+    if low < 0 or high > tokens.shape[1]:
+        raise ValueError(
+            f"lengths must be from 0 to the {tokens.shape[1]} inputs, but go from {low} to {high}."
+        )
+    return low < count
+
+
+def real(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Which inputs are not padding, (B, M)."""
+    return torch.arange(tokens.shape[1], device=tokens.device) >= tokens.shape[1] - lengths[:, None]
