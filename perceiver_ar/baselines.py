@@ -110,7 +110,7 @@ class RelativeBlock(nn.Module):
     def forward(
         self, z: Tensor, before: Tensor, distances: Tensor, biases: tuple[Tensor, Tensor], open_: Tensor
     ) -> Tensor:
-        # z (B, N, C), memory (B, T - N, C), distances (T, C) from T - 1 down, open_ (B or 1, 1, N, T)
+        # z (B, N, C), memory (B, T - N, C), distances (T, C) from T - 1 down, open_ (B, 1, N, T)
         source = self.norm(torch.cat((before, z), dim=1))
         q = self._heads(self.query(source[:, -z.shape[1] :]))
         k, v = self._heads(self.key(source)), self._heads(self.value(source))
@@ -174,28 +174,29 @@ class TransformerXL(Decoder):
 
     def segment(self, tokens: Tensor, past: Past | None, visible: Tensor | None) -> tuple[Tensor, Past]:
         """States (B, N, C) of a segment's inputs behind all layers, and the memory for the next."""
-        joined = _joined(past, visible, tokens)
+        visible = _joined(past, visible, tokens)
         z = self.embedding(tokens, tokens[..., None])
         before = [(z[:, :0],)] * len(self.self_attends) if past is None else past.kept
-        open_, keys = self._open(joined, z.shape[1], before[0][0].shape[1], z.device)
+        keys = before[0][0].shape[1] + z.shape[1]
+        open_ = self._open(
+            z.new_ones(len(z), keys, dtype=torch.bool) if visible is None else visible, z.shape[1]
+        )
         distances = self.distances(torch.arange(keys - 1, -1, -1, device=z.device)[:, None]).to(z.dtype)
-        biases, kept = self.biases.weight.unbind(), []
+        biases, kept, gone = self.biases.weight.unbind(), [], max(0, keys - self.reach)
         for block, (memory,) in zip(self.self_attends, before, strict=True):
-            kept.append((torch.cat((memory, z), dim=1)[:, max(0, keys - self.reach) :].detach(),))
+            kept.append((torch.cat((memory, z), dim=1)[:, gone:].detach(),))
             z = self._run(block, z, memory, distances, biases, open_)
-        return z, Past(kept, None if joined is None else joined[:, max(0, keys - self.reach) :])
+        return z, Past(kept, None if visible is None else visible[:, gone:])
 
-    def _open(
-        self, joined: Tensor | None, inputs: int, before: int, device: torch.device
-    ) -> tuple[Tensor, int]:
-        """Which of the T keys each input may see, (B or 1, 1, N, T), its own always; and T."""
-        keys = before + inputs
-        key, standing = torch.arange(keys, device=device), torch.arange(before, keys, device=device)[:, None]
-        shown = torch.ones(1, keys, dtype=torch.bool, device=device) if joined is None else joined
-        if self.training and self.config.memory_dropout and before:
-            kept = torch.rand(len(shown), before, device=device) >= self.config.memory_dropout
+    def _open(self, shown: Tensor, inputs: int) -> Tensor:
+        """Which of the keys shown, (B, T), each of the last few may see, its own always: (B, 1, N, T)."""
+        keys, before = shown.shape[1], shown.shape[1] - inputs
+        if self.training and self.config.memory_dropout:
+            kept = torch.rand(len(shown), before, device=shown.device) >= self.config.memory_dropout
             shown = shown & F.pad(kept, (0, inputs), value=True)
-        return ((key <= standing) & (shown[:, None] | (key == standing)))[:, None], keys
+        key = torch.arange(keys, device=shown.device)
+        own = key[before:, None]
+        return ((key <= own) & (shown[:, None] | (key == own)))[:, None]
 
     def held(self, total: int) -> int:
         """Inputs that are gone on with: all, by the memory."""

@@ -271,6 +271,7 @@ class TransformerXLConfig(Config, Baseline):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(min(self.memory, self.evaluation_memory) >= 0, "a memory cannot be negative.")
+        require(self.layers >= 1, "layers must be at least 1.")
         require(0 <= self.memory_dropout < 1, "memory_dropout must be at least 0 and below 1.")
         self.stack()
 

@@ -141,7 +141,7 @@ def test_the_commands_in_the_readme_run(tmp_path: Path) -> None:
     for name in ("one", "two", "three", "four"):
         (tmp_path / f"books/{name}.txt").write_text((ROOT / "README.md").read_text())
     commands = [line for line in blocks("sh")[1].splitlines() if line.startswith("perceiver-ar")]
-    assert len(commands) == 11
+    assert len(commands) == 12
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in commands:
         if "--weights" in command:
