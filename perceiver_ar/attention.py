@@ -228,12 +228,12 @@ def _attend_by_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own
         open_ = _open(q, k, visible, own, start, stop)
         # A row without a single open key would be NaN: open it, and zero its result.
         some = open_.any(dim=-1, keepdim=True)
-        part = _masked(q[:, :, start:stop], k[:, :, : before + stop], v[:, :, : before + stop], open_ | ~some)
+        part = masked(q[:, :, start:stop], k[:, :, : before + stop], v[:, :, : before + stop], open_ | ~some)
         parts.append(part * some)
     return torch.cat(parts, dim=2)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """SDPA, but not by cuDNN, which torch 2.11 prefers on Hopper; with masks it errs (pytorch 196678)."""
     if q.device.type != "cuda":
         return F.scaled_dot_product_attention(q, k, v, mask)

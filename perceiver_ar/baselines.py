@@ -15,10 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perceiver_ar.attention import attend
+from perceiver_ar.attention import attend, masked
 from perceiver_ar.config import TransformerConfig, TransformerXLConfig
 from perceiver_ar.decoder import Decoder, Engine, real
-from perceiver_ar.embedding import InputEmbedding, Output, SinusoidalPositions, TiedAdaptiveOutput
+from perceiver_ar.embedding import (
+    AdaptiveEmbedding,
+    InputEmbedding,
+    Output,
+    SinusoidalPositions,
+    TiedAdaptiveOutput,
+)
 from perceiver_ar.layers import Linear, Vectors
 from perceiver_ar.model import MLP, Block
 
@@ -117,7 +123,7 @@ class RelativeBlock(nn.Module):
         r = self._heads(self.distance(distances)[None])
         content, distance = (bias.view(self.heads, 1, -1).to(q.dtype) for bias in biases)
         scores = _shifted((q + distance) @ r.transpose(-1, -2)) / math.sqrt(q.shape[-1])
-        seen = F.scaled_dot_product_attention(q + content, k, v, scores.masked_fill(~open_, -torch.inf))
+        seen = masked(q + content, k, v, scores.masked_fill(~open_, -torch.inf))
         z = z + self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
         return z + self.dropout(self.mlp(self.mlp_norm(z)))
 
@@ -132,7 +138,11 @@ def _shifted(scores: Tensor) -> Tensor:
 
 
 class TransformerXL(Decoder):
-    """Transformer-XL, with layer norms before attention and MLP as Perceiver AR has them."""
+    """Transformer-XL, with layer norms before attention and MLP as Perceiver AR has them.
+
+    A call makes the memory of its window anew; `segment` and `extend` take it and give it on. A token
+    that is drawn is a segment of its own, which sees the memory alone.
+    """
 
     config_class = TransformerXLConfig
     model_type = "transformer_xl"
@@ -142,6 +152,9 @@ class TransformerXL(Decoder):
         super().__init__()
         self.config = config
         self.embedding = InputEmbedding(config.stack())
+        if config.cutoffs:  # small, since the output shares them
+            sizes = config.vocab_size, config.channels, config.cutoffs, config.cutoff_factor
+            self.embedding.tokens = AdaptiveEmbedding(*sizes, std=0.02)
         self.distances = SinusoidalPositions(config.channels, 10_000.0)
         self.biases = Vectors(2, config.channels)  # of content and of distance, shared by all layers
         self.self_attends = nn.ModuleList(
@@ -161,30 +174,35 @@ class TransformerXL(Decoder):
     ) -> Tensor:
         """Segments one after the other, each without a gradient to those before."""
         visible = None if lengths is None else real(tokens, lengths)
-        end, past, z = tokens.shape[1], None, None
-        ends = [*reversed(range(end - count, max(0, end - count - self.reach), -self.config.segment)), end]
-        begin = max(0, end - count - self.reach)
-        for stop in ends:
+        end, past = tokens.shape[1], None
+        last, begin = end - count, max(0, end - count - self.reach)
+        for stop in reversed(range(last, begin, -self.config.segment)):
             part = slice(begin, stop)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and stop == end):
-                z, past = self.segment(tokens[:, part], past, None if visible is None else visible[:, part])
+            with torch.no_grad():
+                _, past = self.segment(tokens[:, part], past, None if visible is None else visible[:, part])
             begin = stop
-        assert z is not None
+        z, _ = self.segment(tokens[:, last:], past, None if visible is None else visible[:, last:], keep=0)
         return z
 
-    def segment(self, tokens: Tensor, past: Past | None, visible: Tensor | None) -> tuple[Tensor, Past]:
-        """States (B, N, C) of a segment's inputs behind all layers, and the memory for the next."""
+    def segment(
+        self, tokens: Tensor, past: Past | None, visible: Tensor | None, keep: int | None = None
+    ) -> tuple[Tensor, Past]:
+        """States (B, N, C) of a segment's inputs behind all layers, and the memory for the next.
+
+        keep: how many states that has; by default as many as a segment sees.
+        """
         visible = _joined(past, visible, tokens)
-        z = self.embedding(tokens, tokens[..., None])
+        z = self.embedding.tokens(tokens)
         before = [(z[:, :0],)] * len(self.self_attends) if past is None else past.kept
-        keys = before[0][0].shape[1] + z.shape[1]
-        open_ = self._open(
-            z.new_ones(len(z), keys, dtype=torch.bool) if visible is None else visible, z.shape[1]
-        )
+        held = before[0][0].shape[1]
+        keys = held + z.shape[1]
+        gone = max(0, keys - (self.reach if keep is None else keep))
+        shown = z.new_ones(len(z), keys, dtype=torch.bool) if visible is None else visible
+        open_ = self._open(shown, z.shape[1])
         distances = self.distances(torch.arange(keys - 1, -1, -1, device=z.device)[:, None]).to(z.dtype)
-        biases, kept, gone = self.biases.weight.unbind(), [], max(0, keys - self.reach)
+        biases, kept = self.biases.weight.unbind(), []
         for block, (memory,) in zip(self.self_attends, before, strict=True):
-            kept.append((torch.cat((memory, z), dim=1)[:, gone:].detach(),))
+            kept.append((torch.cat((memory[:, gone:], z[:, max(0, gone - held) :]), dim=1).detach(),))
             z = self._run(block, z, memory, distances, biases, open_)
         return z, Past(kept, None if visible is None else visible[:, gone:])
 
@@ -236,7 +254,7 @@ def continued(
 def recomputed(
     model: Transformer | TransformerXL, tokens: Tensor, places: Tensor, lengths: Tensor | None
 ) -> Engine:
-    """The same, but all is computed at every step; Transformer-XL then sees no further than its context."""
+    """The same, but all is computed at every step, so that Transformer-XL sees no further than its memory."""
     given = tokens.shape[1]
     while True:
         total = tokens.shape[1]

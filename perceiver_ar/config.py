@@ -271,7 +271,11 @@ class TransformerXLConfig(Config, Baseline):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(min(self.memory, self.evaluation_memory) >= 0, "a memory cannot be negative.")
-        require(self.layers >= 1, "layers must be at least 1.")
+        require(self.layers >= 1 and self.segment >= 1, "layers and segment must be at least 1.")
+        require(
+            self.channels % 2 == 0 and self.channels >= 4,
+            f"distances need an even number of channels, 4 or more, but there are {self.channels}.",
+        )
         require(0 <= self.memory_dropout < 1, "memory_dropout must be at least 0 and below 1.")
         self.stack()
 

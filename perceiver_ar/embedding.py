@@ -88,12 +88,14 @@ class LearnedPositions(nn.Module):
 class AdaptiveEmbedding(nn.Module):
     """Narrower embeddings for rarer tokens, each band projected to the full width (Baevski & Auli)."""
 
-    def __init__(self, vocab_size: int, width: int, cutoffs: tuple[int, ...], factor: int) -> None:
+    def __init__(
+        self, vocab_size: int, width: int, cutoffs: tuple[int, ...], factor: int, std: float = 1.0
+    ) -> None:
         super().__init__()
         self.bounds = (0, *cutoffs, vocab_size)
         sizes = [high - low for low, high in itertools.pairwise(self.bounds)]
         widths = [width // factor**band for band in range(len(sizes))]
-        self.tables = nn.ModuleList(Embedding(s, w) for s, w in zip(sizes, widths, strict=True))
+        self.tables = nn.ModuleList(Embedding(s, w, std) for s, w in zip(sizes, widths, strict=True))
         self.projections = nn.ModuleList(Linear(w, width, bias=False) for w in widths)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ class AdaptiveOutput(nn.Module):
 
 
 class TiedAdaptiveOutput(AdaptiveOutput):
-    """The same with the weights of the adaptive embeddings, but for the first projection and biases."""
+    """Adaptive softmax by the weights of adaptive embeddings; a first projection and biases are its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         nn.Module.__init__(self)

@@ -4,7 +4,7 @@ import difflib
 import numbers
 import types
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 
@@ -49,8 +49,9 @@ def _read(value: Any, expected: Any, name: str) -> Any:
             return value
         raise ValueError(unknown(f"choice for {name}", value, map(str, arguments)))
     if origin in (Union, types.UnionType):
-        kinds_of = [a for a in arguments if a is not type(None)]
-        return None if value is None else _read(value, _fitting(value, kinds_of), name)
+        if value is None and type(None) in arguments:
+            return None
+        return _read(value, _fitting(value, [a for a in arguments if a is not type(None)]), name)
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_read(item, arguments[0], name) for item in value)
     if isinstance(value, dict) and isinstance(expected, type) and issubclass(expected, Config):
@@ -64,13 +65,14 @@ def _read(value: Any, expected: Any, name: str) -> Any:
 
 
 def _fitting(value: Any, kinds: list[Any]) -> Any:
-    """The kind that a value is of, or whose settings a dict holds; the first if none is."""
-    if isinstance(value, dict):
-        for kind in kinds:
-            needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
-            if needed <= value.keys() <= {f.name for f in fields(kind)}:
-                return kind
-    return next((kind for kind in kinds if isinstance(kind, type) and isinstance(value, kind)), kinds[0])
+    """The kind that a value is of, or whose settings, but for a few, a dict holds; else the first."""
+    for kind in kinds:
+        names = {f.name for f in fields(kind)} if is_dataclass(kind) else set()
+        if isinstance(value, dict) and names and len(value.keys() ^ names) <= 3:
+            return kind
+        if isinstance(kind, type) and isinstance(value, kind):
+            return kind
+    return kinds[0]
 
 
 def require(condition: bool, sentence: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from perceiver_ar import generate, stream
 from perceiver_ar.architectures import load_model
 from perceiver_ar.baselines import Transformer, TransformerXL, _shifted
 from perceiver_ar.cli import main
-from perceiver_ar.config import TransformerConfig, TransformerXLConfig
+from perceiver_ar.config import AnyModelConfig, TransformerConfig, TransformerXLConfig
+from perceiver_ar.strict import Config
 
 V = 30
 
@@ -32,7 +34,7 @@ def transformer(**settings: Any) -> Transformer:
 
 
 def xl(**settings: Any) -> TransformerXL:
-    defaults: dict[str, Any] = {"segment": 4, "memory": 6, "evaluation_memory": 6}
+    defaults: dict[str, Any] = {"segment": 4, "memory": 3, "evaluation_memory": 6}
     return shaken(
         TransformerXL(TransformerXLConfig(V, channels=16, heads=2, layers=3, **defaults | settings))
     )
@@ -116,17 +118,72 @@ def test_segments_with_a_memory_equal_one_long_pass_with_the_same_reach(reach: i
 def test_gradients_stop_at_the_memory() -> None:
     model = xl().train()
     seen = []
-    model.embedding.register_forward_hook(lambda module, inputs, out: seen.append(out.requires_grad))
+    model.embedding.tokens.register_forward_hook(lambda module, inputs, out: seen.append(out.requires_grad))
     model(torch.randint(V, (2, 10)), latents=4).sum().backward()
-    assert seen == [False, False, True]
+    assert seen == [False, True]
 
 
-def test_some_of_the_memory_is_hidden_in_training() -> None:
-    model = xl(memory_dropout=0.5)
-    tokens = torch.randint(V, (2, 10))
+def test_some_of_the_memory_is_hidden_in_training_of_each_example_another() -> None:
+    model = xl(memory_dropout=0.5, memory=6)
+    tokens = torch.randint(V, (1, 10)).expand(5, -1)
     torch.testing.assert_close(model(tokens), model(tokens))
     model.train()
     assert not torch.allclose(model(tokens), model(tokens))
+    assert not torch.allclose(*model(tokens)[:2])
+
+
+def test_training_sees_no_further_than_its_own_memory() -> None:
+    model, tokens = xl(), torch.randint(V, (1, 10))
+    for place, in_training in ((2, False), (3, True)):  # before the last four and three
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 1) % V
+        assert not torch.allclose(model.eval()(tokens), model(changed))
+        assert torch.allclose(model.train()(tokens), model(changed)) != in_training
+
+
+def test_tied_adaptive_logits_are_what_the_formula_says() -> None:
+    model = MODELS["adaptive"]()
+    tokens, targets = torch.randint(V, (2, 9)), torch.arange(8).view(2, 4) * 4 % V
+    logits = model(tokens)
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(2, 4))
+    wanted = -logits.gather(-1, targets[..., None]).squeeze(-1)
+    torch.testing.assert_close(model.nats(tokens, targets), wanted)
+    z = model.norm(model._latents(tokens, tokens[..., None], 4, None, False))
+    out, embedding = model.output, model.embedding.tokens
+    band = embedding.tables[2].weight @ (embedding.projections[2].weight.T @ z[0, 0]) + out.bias[12:]
+    head = torch.cat((embedding.tables[0].weight @ out.first(z[0, 0]) + out.bias[:4], out.bands(z[0, 0])))
+    torch.testing.assert_close(logits[0, 0, 12:], head.log_softmax(0)[5] + band.log_softmax(0))
+
+
+@pytest.mark.parametrize("cutoffs", [(), (100, 1000)])
+def test_at_first_nothing_is_very_unlikely(cutoffs: tuple[int, ...]) -> None:
+    model = TransformerXL(TransformerXLConfig(5000, 16, channels=256, heads=4, layers=1, cutoffs=cutoffs))
+    nats = model.nats(torch.randint(5000, (4, 16)), torch.randint(5000, (4, 16)))
+    assert nats.mean() < 1.6 * math.log(5000)  # a band is as likely as a token of the first
+
+
+def test_a_misspelt_setting_of_a_baseline_is_named() -> None:
+    for config in (xl().config, transformer().config):
+        assert type(Holder.from_dict({"model": config.to_dict()}).model) is type(config)
+        with pytest.raises(ValueError, match=f"'layer' is not a setting of {type(config).__name__}"):
+            Holder.from_dict(
+                {"model": {("layer" if k == "layers" else k): v for k, v in config.to_dict().items()}}
+            )
+    with pytest.raises(ValueError, match="ModelConfig needs the setting 'latents'"):
+        Holder.from_dict({"model": {"vocab_size": 9, "context": 8, "layers": 1}})
+    with pytest.raises(ValueError, match="model must be of type ModelConfig"):
+        Holder.from_dict({"model": None})
+
+
+@dataclass(frozen=True)
+class Holder(Config):
+    model: AnyModelConfig
+
+
+@pytest.mark.parametrize("settings", [{"layers": 0}, {"segment": 0}, {"channels": 33, "heads": 3}])
+def test_sizes_that_cannot_be_are_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"at least 1|even number of channels"):
+        TransformerXLConfig(V, **settings)
 
 
 @pytest.mark.parametrize("name", MODELS)
