@@ -18,6 +18,12 @@ Positions = Literal["rotary", "sinusoidal", "learned", "axial", "none"]
 Queries = Literal["linear", "inputs", "mlp", "learned", "learned-shared"]
 
 
+def _choose_latents(asked: int | None, usual: int, most: int) -> int:
+    if asked is not None and not 1 <= asked <= most:
+        raise ValueError(f"latents must be from 1 to {most}, but is {asked}.")
+    return usual if asked is None else asked
+
+
 @dataclass(frozen=True)
 class ModelConfig(Config):
     """The shape of a Perceiver AR. Defaults are the paper's common settings (appendix F.1)."""
@@ -79,9 +85,7 @@ class ModelConfig(Config):
 
     def check_latents(self, latents: int | None) -> int:
         """How many latents a call uses: as asked, if that can be; by default as many as in training."""
-        if latents is not None and not 1 <= latents <= self.most_latents:
-            raise ValueError(f"latents must be from 1 to {self.most_latents}, but is {latents}.")
-        return self.latents if latents is None else latents
+        return _choose_latents(latents, self.latents, self.most_latents)
 
     @property
     def most_latents(self) -> int:
@@ -183,12 +187,11 @@ class Baseline:
 
     def check_latents(self, latents: int | None) -> int:
         """How many of the last inputs have an output in a call: as asked, if that can be."""
-        if latents is not None and not 1 <= latents <= self.latents:
-            raise ValueError(f"latents must be from 1 to {self.latents}, but is {latents}.")
-        return self.latents if latents is None else latents
+        return _choose_latents(latents, self.latents, self.most_latents)
 
     @property
     def most_latents(self) -> int:
+        """No call can have more than training has."""
         return self.latents
 
 
@@ -205,7 +208,7 @@ class TransformerConfig(Config, Baseline):
     heads: int = 16
     """Heads of each layer."""
     layers: int = 12
-    """L."""
+    """L: self-attend layers."""
     positions: Positions = "rotary"
     """As those of Perceiver AR."""
     rotary_fraction: float = 0.5
@@ -236,6 +239,7 @@ class TransformerConfig(Config, Baseline):
 
     @property
     def has_no_end(self) -> bool:
+        """Whether positions mean something beyond the context."""
         return self.stack().has_no_end
 
 
@@ -256,7 +260,7 @@ class TransformerXLConfig(Config, Baseline):
     heads: int = 16
     """Heads of each layer."""
     layers: int = 18
-    """L."""
+    """L: self-attend layers."""
     cutoffs: tuple[int, ...] = ()
     """Where the bands of adaptive embeddings begin. The output shares their weights, with or without."""
     cutoff_factor: int = 4
