@@ -226,7 +226,7 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
     config = job.config
     while True:
         try:
-            nats, right = accumulate(job, run, batch)
+            sums = accumulate(job, run, batch)
             break
         except torch.OutOfMemoryError:
             run.optimizer.zero_grad()
@@ -240,7 +240,10 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
             job.metrics.say(f"Out of memory: going on with micro-batches of {run.micro}.")
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     scored = int((batch.targets >= 0).sum())
-    numbers = {"loss": float(nats) / scored, "grad_norm": float(norm), "scored": scored}
+    # Fetched at once, before the update: while a GPU does that, the next step is already being launched.
+    steepness, *totals = torch.stack((norm, *sums)).tolist()
+    means = zip(("loss", "accuracy"), totals, strict=False)
+    numbers = {"grad_norm": steepness, **{name: total / scored for name, total in means}}
     if not all(math.isfinite(value) for value in numbers.values()):
         raise ValueError(
             f"the loss of step {run.step + 1} (the batch of seed {config.seed}, step {run.step}) is "
@@ -259,15 +262,14 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
     run.optimizer.zero_grad()
     if run.average:
         update_average(run.average, run.model.parameters(), config.ema, run.step)
-    accuracy = {} if right is None else {"accuracy": float(right) / scored}
-    return {**numbers, "lr": rate, **accuracy}
+    return {**numbers, "lr": rate, "scored": scored}
 
 
-def accumulate(job: Job, run: State, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the whole batch, piece by piece; sums of nats and hits."""
+def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
+    """Gradients of the whole batch, piece by piece; sums of nats and, where they are counted, hits."""
     config, device = job.config, job.device
     scored = int((batch.targets >= 0).sum())
-    nats, right = torch.zeros((), device=device), torch.zeros((), device=device)
+    sums: list[list[Tensor]] = []
     for start in range(0, len(batch), run.micro):
         job.stop_if_asked()
         part = batch.rows(start, start + run.micro).to(device)
@@ -277,9 +279,9 @@ def accumulate(job: Job, run: State, batch: Batch) -> tuple[Tensor, Tensor | Non
                 part.inputs, positions=part.positions, lengths=part.lengths, targets=part.targets
             )
         (training_loss(scores, config) / scored).backward()
-        nats += scores.nats.detach().sum()
-        right = None if right is None or scores.right is None else right + scores.right.sum()
-    return nats, right
+        counted = (scores.nats.detach(),) if scores.right is None else (scores.nats.detach(), scores.right)
+        sums.append([x.sum().float() for x in counted])
+    return [torch.stack(parts).sum() for parts in zip(*sums, strict=True)]
 
 
 def training_loss(scores: Scores, config: TrainConfig) -> Tensor:
