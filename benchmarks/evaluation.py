@@ -5,13 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from benchmarks.measure import Figure, forget_peak, peak_gib, time_repeatedly
+from benchmarks.measure import Figure
 from benchmarks.sizes import Size
 from perceiver_ar import PerceiverAR, evaluate
 from perceiver_ar.architectures import compile_blocks
 from perceiver_ar.device import autocast
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.tokens import TokensTask
+from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly
 
 
 def time_evaluation(

@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Figure, forget_peak, peak_gib, rounded, synchronize, time_repeatedly
+from benchmarks.measure import Figure, rounded
 from perceiver_ar import PerceiverAR, stream
 from perceiver_ar.caching import prefill, refresh
+from perceiver_ar.timing import forget_peak, peak_gib, synchronize, time_repeatedly
 
 Mode = Literal["cached", "no-caching"]
 

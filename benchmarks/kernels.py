@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Figure, forget_peak, peak_gib, time_repeatedly
-from benchmarks.sizes import attention_flops
+from benchmarks.measure import Figure
 from perceiver_ar import attention
 from perceiver_ar.device import best_dtype
+from perceiver_ar.timing import attention_flops, forget_peak, peak_gib, time_repeatedly
 
 GPU_SHAPES = [
     (4, 16, 1024, 131_072, 64),

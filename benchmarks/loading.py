@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.measure import Figure, time_repeatedly
+from benchmarks.measure import Figure
 from benchmarks.sizes import Size
 from perceiver_ar.data import Crops, collate
 from perceiver_ar.store import write_store
 from perceiver_ar.tasks.tokens import TokensTask
+from perceiver_ar.timing import time_repeatedly
 
 
 def time_loading(name: str, size: Size, repeats: int) -> Figure:

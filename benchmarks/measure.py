@@ -1,11 +1,9 @@
-"""Timing, and what a figure has to say: median and spread, memory, machine and versions."""
+"""What a figure has to say: median and spread, memory, machine and versions; ceilings and profiles."""
 
 import functools
-import gc
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from perceiver_ar.device import best_dtype, describe
+from perceiver_ar.timing import synchronize, time_repeatedly
 
 
 @dataclass(frozen=True)
@@ -76,40 +75,6 @@ def show_table(figures: list[Figure]) -> None:
 def rounded(x: float) -> float:
     """Four digits."""
     return float(f"{x:.4g}")
-
-
-def time_repeatedly(
-    run: Callable[[], Any], device: torch.device, repeats: int, warm_up: int = 3
-) -> list[float]:
-    """Seconds of each repeat, once it is warm."""
-    for _ in range(warm_up):
-        run()
-    seconds = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
-def forget_peak(device: torch.device) -> None:
-    """Begins to watch the memory of a GPU anew."""
-    if device.type == "cuda":
-        gc.collect()  # compiled models hold on to themselves
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_gib(device: torch.device) -> float | None:
-    """The most memory of a GPU since then."""
-    return rounded(torch.cuda.max_memory_allocated(device) / 2**30) if device.type == "cuda" else None
 
 
 @functools.cache

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.measure import Figure, forget_peak, matmul_rate, peak_gib, profile, rounded, time_repeatedly
-from benchmarks.sizes import Size, forward_flops
+from benchmarks.measure import Figure, matmul_rate, profile, rounded
+from benchmarks.sizes import Size
 from perceiver_ar import PerceiverAR, attention
 from perceiver_ar.architectures import compile_blocks
-from perceiver_ar.device import autocast
 from perceiver_ar.embedding import InputEmbedding
+from perceiver_ar.timing import forget_peak, forward_flops, peak_gib, time_repeatedly, training_step
 
 
 def time_training(
@@ -31,19 +31,12 @@ def time_training(
     config = replace(size.model, cross_dropout=cross_dropout)
     forget_peak(device)
     model = PerceiverAR(config).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(config.vocab_size, (size.batch, config.context), device=device)
     targets = torch.randint(config.vocab_size, (size.batch, config.latents), device=device)
     if compiled:
         compile_blocks(model, fullgraph=True)
 
-    def step() -> None:
-        with autocast(device):
-            loss = model.nats(tokens, targets).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = training_step(model, tokens, targets)
     with slow_twins(plain):
         rates = [size.batch / seconds for seconds in time_repeatedly(step, device, repeats)]
         if profiled:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, train
 from perceiver_ar.store import write_store
+from perceiver_ar.timing import forward_flops, time_repeatedly
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,7 +106,7 @@ def test_every_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arithmetic_is_counted_as_the_brief_counts_it() -> None:
     # 77.6 sequences/s of the largest size are 419 TFLOP/s.
-    assert 77.6 * 3 * sizes.forward_flops(sizes.SIZES["12k-60"].model) == pytest.approx(419e12, rel=2e-3)
+    assert 77.6 * 3 * forward_flops(sizes.SIZES["12k-60"].model) == pytest.approx(419e12, rel=2e-3)
 
 
 def test_arithmetic_is_what_torch_counts_but_for_what_is_hidden() -> None:
@@ -114,11 +115,11 @@ def test_arithmetic_is_what_torch_counts_but_for_what_is_hidden() -> None:
     with training.slow_twins(True), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens)
     hidden = 4 * (16 * 15 / 2) * (48 + 2 * 32)  # above the diagonal: computed there, then masked
-    assert counter.get_total_flops() == sizes.forward_flops(config) + hidden
+    assert counter.get_total_flops() == forward_flops(config) + hidden
 
 
 def test_time_is_what_the_clock_says() -> None:
-    seconds = measure.time_repeatedly(lambda: time.sleep(0.02), CPU, 3, warm_up=0)
+    seconds = time_repeatedly(lambda: time.sleep(0.02), CPU, 3, warm_up=0)
     assert all(0.02 <= second < 0.2 for second in seconds)
 
 

@@ -1,0 +1,97 @@
+"""How long work takes, how much memory, and how much arithmetic it is."""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig
+from perceiver_ar.decoder import Decoder
+from perceiver_ar.device import autocast
+
+
+def time_repeatedly(
+    run: Callable[[], Any], device: torch.device, repeats: int, warm_up: int = 3
+) -> list[float]:
+    """Seconds of each repeat, once it is warm."""
+    for _ in range(warm_up):
+        run()
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begins to watch the memory of a GPU anew."""
+    if device.type == "cuda":
+        gc.collect()  # compiled models hold on to themselves
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """The most memory of a GPU since then."""
+    if device.type != "cuda":
+        return None
+    return float(f"{torch.cuda.max_memory_allocated(device) / 2**30:.4g}")
+
+
+def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[], None]:
+    """Forward, backward, and AdamW, fused on a GPU, in the precision of training."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        with autocast(tokens.device):
+            loss = model.nats(tokens, targets).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def forward_flops(config: AnyModelConfig) -> float:
+    """Of one sequence: every matrix product of the plain model over the inputs that are not dropped.
+
+    Work that a fast path saves is counted all the same.
+    """
+    latents, width = config.latents, config.channels
+    inside = 12 * latents * width**2  # query, key, value, output, and an MLP four times as wide
+    logits = latents * width * config.vocab_size
+    if isinstance(config, ModelConfig):
+        wide = config.input_width
+        inputs = latents + round((config.context - latents) * (1 - config.cross_dropout))
+        mapped = 3 * latents * width * wide  # the queries' inputs, queries, output
+        cross = 2 * inputs * wide**2 + mapped + 8 * latents * width**2
+        seen = attention_flops(latents, inputs, wide) + config.layers * attention_flops(
+            latents, latents, width
+        )
+        return 2 * (cross + config.layers * inside + logits) + seen
+    if isinstance(config, TransformerConfig):
+        return 2 * (config.layers * inside + logits) + config.layers * attention_flops(
+            latents, latents, width
+        )
+    # Keys and values of the memory too, and of all distances; the scores of the latter are not causal.
+    keys = latents + config.memory
+    more = 2 * config.memory * width**2 + keys * width**2 + latents * keys * width
+    return 2 * (config.layers * (inside + more) + logits) + config.layers * attention_flops(
+        latents, keys, width
+    )
+
+
+def attention_flops(queries: int, keys: int, width: int) -> float:
+    """Of one causal attention: scores and weighted sums over the keys that each query sees."""
+    return 4 * queries * (keys - (queries - 1) / 2) * width
