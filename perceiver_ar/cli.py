@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -331,6 +331,61 @@ def generate(
     report = draw(model, task, given, tokens, samples, out, quiet=as_json, **settings)
     if as_json:
         print(json.dumps(report))
+
+
+@app.command(name="reproduce")
+def reproduce(
+    name: Annotated[str | None, tyro.conf.Positional] = None,
+    scale: Literal["smoke", "small", "paper"] = "small",
+    data: Path | None = None,
+    out: Path | None = None,
+    seeds: int = 1,
+    cell: str | None = None,
+    all: bool = False,
+    report: bool = False,
+    page: Path = Path("docs/reproduction.md"),
+    device: Device = "auto",
+) -> None:
+    """Run a table or a figure of the paper: `perceiver-ar reproduce` lists them.
+
+    Stopped, it goes on where it was when it is started again: what is finished is kept.
+
+    Args:
+        name: Which one.
+        scale: smoke: a minute on a laptop, which shows that the command works and nothing else; small: about
+            ten minutes on a GPU; paper: its full size, shown as a plan of cells to run one by one by --cell.
+        data: Token store, where data are needed.
+        out: Folder for runs and results. Default: reproduction/NAME-SCALE.
+        seeds: How often each training is done.
+        cell: Run only this part.
+        all: All of them, one after another.
+        report: Run nothing, but collect what was found in one page; --out is then the folder of all results.
+        page: That page.
+    """
+    from perceiver_ar import reproduce as studies
+    from perceiver_ar.reproduce.page import plan, table, write_page
+
+    if report:
+        write_page(list(studies.STUDIES.values()), out or Path("reproduction"), page)
+        print(f"{page} is written.")
+        return
+    if name is None and not all:
+        for known in studies.STUDIES.values():
+            print(f"{known.name:15} {known.where:25} {known.claim}")
+        return
+    if name is not None and all:
+        raise ValueError("give a name or --all, not both.")
+    if all and (data is not None or cell is not None or scale != "smoke"):
+        raise ValueError("--all is for --scale smoke, and --report: others need data of their own each.")
+    for study in studies.STUDIES.values() if name is None else [studies.get(name)]:
+        folder = Path("reproduction") / f"{study.name}-{scale}" if out is None else out
+        folder = folder / f"{study.name}-{scale}" if all and out is not None else folder
+        bench = studies.Bench(scale, folder, data, seeds, device)
+        if scale == "paper" and cell is None:
+            print(plan(study, bench))
+            continue
+        results = studies.run(study, bench, cell, lambda line: print(line, file=sys.stderr, flush=True))
+        print(table([studies.Row(**row) for row in results["rows"]]))
 
 
 def main() -> None:

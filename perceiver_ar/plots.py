@@ -21,7 +21,8 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"a plot is written to .png, .svg or .pdf, not to {path}.")
 
 
-def _empty(**labels: str) -> tuple[Any, Any]:
+def new_figure(**labels: str) -> tuple[Any, Any]:
+    """A picture, and the axes to draw on."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -32,7 +33,7 @@ def _empty(**labels: str) -> tuple[Any, Any]:
 
 def draw_positions(report: dict[str, Any], path: Path) -> None:
     """The nats of an evaluation by position in the document."""
-    figure, axes = _empty(xlabel="position in the document", ylabel="nats per token")
+    figure, axes = new_figure(xlabel="position in the document", ylabel="nats per token")
     bounds = [f"< {int(bound):,}" for bound in report["by_position"]]
     values = [part["nats"] for part in report["by_position"].values()]
     axes.plot(bounds, values, marker="o")
@@ -45,7 +46,7 @@ def draw_positions(report: dict[str, Any], path: Path) -> None:
 def draw_curves(runs: Sequence[Path], path: Path) -> None:
     """The losses of runs, step by step, smoothed, with those of their evaluations."""
     curves = {run: _read(run) for run in runs}  # all are read before anything is drawn
-    figure, axes = _empty(xlabel="step", ylabel="nats per token")
+    figure, axes = new_figure(xlabel="step", ylabel="nats per token")
     for index, (run, lines) in enumerate(curves.items()):
         trained = np.array([(line["step"], line["loss"]) for line in lines if "loss" in line])
         found = [(line["step"], line["validation"]["nats"]) for line in lines if "validation" in line]

@@ -1,0 +1,130 @@
+"""What is copied: over how long a context, and with how many targets a step."""
+
+from dataclasses import replace
+from operator import itemgetter
+
+from perceiver_ar import presets
+from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
+from perceiver_ar.reproduce.cells import Ask, Figures, trained
+from perceiver_ar.reproduce.study import Bench, Cell, Row, Study
+
+ACCURACY: Figures = {"accuracy": itemgetter("accuracy")}
+
+
+def _none() -> None:
+    """No data are needed."""
+
+
+def _copy(
+    length: int, latents: int, channels: int, layers: int, train: TrainConfig, **task: object
+) -> Experiment:
+    heads = max(1, channels // 64)
+    model = ModelConfig(
+        259, length, latents, channels=channels, heads=heads, layers=layers, positions="sinusoidal"
+    )
+    return Experiment("copy", "copy", model, train, {"length": length, **task})
+
+
+def _length(bench: Bench) -> list[Cell]:
+    if bench.scale == "paper":
+        chosen = {131_072: presets.get("copy-131k")}
+    elif bench.scale == "small":
+        train = TrainConfig(
+            steps=3200,
+            batch_size=32,
+            learning_rate=5e-4,
+            warmup_steps=100,
+            schedule="cosine",
+            cosine_steps=500,
+            compile=True,
+            log_every=100,
+        )
+        beyond = replace(train, batch_size=8)
+        chosen = {
+            131_072: _copy(131_072, 1024, 512, 6, train, centred=True),
+            1_048_576: _copy(1_048_576, 1024, 512, 6, beyond, centred=True),
+        }
+    else:
+        chosen = {16: _copy(16, 8, 16, 1, TrainConfig(steps=10, batch_size=8, warmup_steps=2))}
+    paper = {131_072: {"accuracy": 1.0}}
+    return [
+        cell
+        for length, experiment in chosen.items()
+        for cell in trained(
+            {"length": length},
+            experiment,
+            _none,
+            bench,
+            ACCURACY,
+            [Ask(paper=paper.get(length, {}))],
+            batch_size=4,
+        )
+    ]
+
+
+def _targets(bench: Bench) -> list[Cell]:
+    """Half and all of the latents, half and all of the batch."""
+    if bench.scale == "paper":
+        base = presets.get("copy-8k")
+    elif bench.scale == "small":
+        train = TrainConfig(
+            steps=6000, batch_size=32, learning_rate=1e-3, warmup_steps=200, compile=True, log_every=100
+        )
+        base = _copy(512, 64, 256, 1, train)
+    else:
+        base = _copy(16, 4, 16, 1, TrainConfig(steps=10, batch_size=8, warmup_steps=2))
+    latents, batch = base.model.latents, base.train.batch_size
+    paper = {(1, 1): 0.0, (1, 2): 1.0, (2, 1): 1.0, (2, 2): 1.0}
+    cells: list[Cell] = []
+    for (wide, many), converged in paper.items():
+        model = replace(base.model, latents=latents * wide)
+        train = replace(base.train, batch_size=batch * many // 2)
+        about = {"latents": model.latents, "batch": train.batch_size}
+        ask = Ask(paper={"converged": converged})
+        cells += trained(
+            about,
+            replace(base, model=model, train=train),
+            _none,
+            bench,
+            {**ACCURACY, "converged": lambda report: float(report["accuracy"] > 0.99)},
+            [ask],
+        )
+    return cells
+
+
+def _all_copied(rows: list[Row]) -> bool:
+    return all((row.found["accuracy"] or 0) >= 0.999 for row in rows)
+
+
+def _more_targets_help(rows: list[Row]) -> bool:
+    """Either doubling helps where neither was done."""
+    by = {(row.about["latents"], row.about["batch"]): row.found["accuracy"] or 0 for row in rows}
+    (few, many), (small, large) = ({key[i] for key in by} for i in range(2))
+    few, many, small, large = min(few, many), max(few, many), min(small, large), max(small, large)
+    return min(by[many, small], by[few, large]) > by[few, small] + 0.01
+
+
+STUDIES = [
+    Study(
+        "copy-length",
+        "section 5.1.1",
+        "A context of 131,072 tokens is used: random bytes are mirrored without an error.",
+        "Mirrored random bytes, 12 validation sequences, of which the second halves are scored. At `small`"
+        " 512 channels, trained by a curriculum of windows centred on the mirror, and eight times the "
+        "paper's length as well.",
+        _length,
+        _all_copied,
+        ("length", "accuracy"),
+    ),
+    Study(
+        "copy-targets",
+        "table 2",
+        "At a context of 8,192 tokens, 64 sequences of 1,024 latents do not converge; twice as many of "
+        "either do.",
+        "One layer, four trainings of as many steps, differing in latents and batch alone, without a "
+        "curriculum. At `small` 512 tokens and 256 channels.",
+        _targets,
+        _more_targets_help,
+        ("latents", "accuracy"),
+    ),
+]

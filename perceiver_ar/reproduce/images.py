@@ -1,0 +1,213 @@
+"""Images: bits a byte, latents at test time, and the order of the bytes."""
+
+import time
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from perceiver_ar import presets
+from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
+from perceiver_ar.device import best_dtype
+from perceiver_ar.generation import generate
+from perceiver_ar.reproduce.cells import Ask, Figures, Trained, trained
+from perceiver_ar.reproduce.materials import SIZE, reordered, store
+from perceiver_ar.reproduce.study import Bench, Cell, Found, Row, Study
+from perceiver_ar.tasks.image import ImageTask, Order
+
+BITS: Figures = {"bits/dim": itemgetter("bits_per_dim")}
+NEEDS = "images: perceiver-ar prepare image FOLDER --out STORE --size 64"
+NEEDS_32 = "images of 32 pixels a side: perceiver-ar prepare image FOLDER --out STORE --size 32"
+PAPER_BITS = {16: 3.5664, 64: 3.4946, 512: 3.4139, 1024: 3.4025, 1536: 3.3986, 2048: 3.4018, 4096: 3.5569}
+PAPER_MINUTES = {16: 1.99, 64: 2.02, 512: 2.81, 1024: 3.68, 1536: 4.69, 2048: 5.88, 4096: 12.28}
+
+
+def _image(bench: Bench, size: int, context: int, latents: int, **train: Any) -> Experiment:
+    """The model of all trainings at small and smoke."""
+    small = bench.scale == "small"
+    axes = (size + 2, size + 2, 5)
+    model = ModelConfig(
+        259,
+        context,
+        latents,
+        channels=512 if small else 16,
+        heads=8 if small else 1,
+        layers=8 if small else 1,
+        positions="axial",
+        axes=axes,
+    )
+    settings: dict[str, Any] = {"steps": 3, "batch_size": 2, "warmup_steps": 1}
+    if small:
+        settings = {"steps": 2500, "batch_size": 32, "learning_rate": 1.2e-3, "warmup_steps": 200}
+        settings |= {"compile": True, "ema": 0.998}
+    chosen = TrainConfig(schedule="cosine", log_every=100, **settings | train)
+    return Experiment("image", "image", model, chosen, {"size": size, "order": "raster"})
+
+
+def _density(bench: Bench) -> list[Cell]:
+    if bench.scale == "paper":
+        experiment = presets.get("imagenet64")
+    else:
+        size = 64 if bench.scale == "small" else SIZE
+        latents = 1024 if bench.scale == "small" else 16
+        experiment = _image(
+            bench, size, 3 * size**2 + 1, latents, **({"steps": 6000} if bench.scale == "small" else {})
+        )
+    ask = Ask(paper={"bits/dim": 3.40})
+    return list(trained({}, experiment, store(bench, "image"), bench, BITS, [ask], _sheets))
+
+
+def _sheets(found: Trained, ask: Ask) -> Found:
+    """Samples with fewer and more latents than the model was trained with, from one seed."""
+    task, latents = found.task, found.model.config.latents
+    assert isinstance(task, ImageTask)
+    most = min(2 * latents, found.model.config.context)
+    for count in sorted({min(16, latents), latents, min(3 * latents // 2, most), most}):
+        samples, _ = drawn(found, count, 16 if latents > 16 else 2)
+        task.save_all(samples, found.place / f"latents-{count}.png")
+    return {}
+
+
+def drawn(found: Trained, latents: int, rows: int) -> tuple[list[np.ndarray], float]:
+    """Images, and the minutes that they took."""
+    model, task = found.model, found.task
+    assert isinstance(task, ImageTask)
+    device = model.norm.weight.device
+    rough = type(model).from_pretrained(found.place / "run" / "model").to(device, best_dtype(device))
+    prompt = torch.full((rows, 1), int(task.start(0)[0]), device=device)
+    places = torch.from_numpy(task.positions(np.arange(task.length + 1)[None]))
+    began = time.perf_counter()
+    ids = generate(
+        rough,
+        prompt,
+        task.length,
+        latents=latents,
+        positions=places,
+        allowed=lambda t: task.allowed(1 + t, model.config.vocab_size),
+    )
+    samples = list(ids.cpu().numpy())
+    return samples, (time.perf_counter() - began) / 60
+
+
+def _by_latents(bench: Bench) -> list[Cell]:
+    """One model trained with as many latents at every step, and one with numbers that change."""
+    if bench.scale == "paper":
+        fixed, counts = presets.get("imagenet64"), tuple(PAPER_BITS)
+        stands = {count: count for count in counts}
+    else:
+        small = bench.scale == "small"
+        size, latents = (32, 256) if small else (SIZE, 16)
+        fixed = _image(bench, size, 3 * size**2 + 1, latents, **({"steps": 5000} if small else {}))
+        stands = {count * latents // 1024 or 1: count for count in PAPER_BITS}
+    latents = fixed.model.latents
+    varied = replace(fixed, train=replace(fixed.train, latents_drawn=(latents // 8, latents // 2, latents)))
+    cells: list[Cell] = []
+    for name, experiment in {"fixed": fixed, "varied": varied}.items():
+        asks = [
+            Ask(
+                {"latents": count},
+                {"latents": count},
+                {"bits/dim": PAPER_BITS[paper], "minutes": PAPER_MINUTES[paper]} if name == "fixed" else {},
+            )
+            for count, paper in stands.items()
+        ]
+        cells += trained(
+            {"trained with": name},
+            experiment,
+            store(bench, "image"),
+            bench,
+            BITS,
+            asks,
+            _minutes,
+            documents=256,
+        )
+    return cells
+
+
+def _minutes(found: Trained, ask: Ask) -> Found:
+    """To draw one image."""
+    return {"minutes": drawn(found, int(ask.about["latents"]), 1)[1]}
+
+
+def _by_order(bench: Bench) -> list[Cell]:
+    """A short and a whole context, pixel by pixel and colour by colour."""
+    paper: dict[tuple[Order, str], float] = {
+        ("raster", "short"): 3.55,
+        ("rgb", "short"): 4.63,
+        ("raster", "whole"): 3.54,
+        ("rgb", "whole"): 3.53,
+    }
+    cells: list[Cell] = []
+    for (order, reach), bits in paper.items():
+        if bench.scale == "paper":
+            experiment = presets.get(f"imagenet64-order-{order}-{'1k' if reach == 'short' else '12k'}")
+        else:
+            size, latents = (32, 256) if bench.scale == "small" else (SIZE, 16)
+            context = latents if reach == "short" else 3 * size**2 + 1
+            experiment = _image(bench, size, context, latents)
+        about = {"context": experiment.model.context, "order": order}
+        ask = Ask(paper={"bits/dim": bits})
+        cells += trained(about, experiment, reordered(bench, order), bench, BITS, [ask])
+    return cells
+
+
+def _latents_matter_little(rows: list[Row]) -> bool:
+    """The trained number is within 0.02 of the best, and few latents cost less than a quarter of a bit."""
+    bits = {
+        row.about["latents"]: row.found["bits/dim"] or 99
+        for row in rows
+        if row.about["trained with"] == "fixed"
+    }
+    counts = sorted(bits)
+    usual = counts[list(PAPER_BITS).index(1024)]
+    return bits[usual] < min(bits.values()) + 0.02 and bits[counts[0]] < bits[usual] + 0.25
+
+
+def _order_matters_for_short_contexts(rows: list[Row]) -> bool:
+    bits = {(row.about["context"], row.about["order"]): row.found["bits/dim"] or 99 for row in rows}
+    short, whole = sorted({context for context, _ in bits})
+    costs = [bits[context, "rgb"] - bits[context, "raster"] for context in (short, whole)]
+    return costs[0] > 0.2 and abs(costs[1]) < costs[0] / 4
+
+
+STUDIES = [
+    Study(
+        "imagenet64",
+        "table 3, figure 4",
+        "3.40 bits/dim on Downsampled ImageNet, as good as the best; samples with 16 to 2,048 latents.",
+        "Validation images, bits a byte, stride N / 2; sheets of samples at temperature 1 from one seed, "
+        "with 16, N, 1.5 N and 2 N latents. At `small` other images and a model of 8 layers, so that the "
+        "figure cannot be compared.",
+        _density,
+        lambda rows: (rows[0].found["bits/dim"] or 99) <= 3.41,
+        ("latents", "bits/dim"),
+        NEEDS,
+    ),
+    Study(
+        "image-latents",
+        "table 4",
+        "One model runs with 16 to 4,096 latents: fewer are faster and a little worse, a few more a little"
+        " better.",
+        "One model, trained with N latents, evaluated on 256 images with N / 64 to 4 N, and one image "
+        "drawn with each. Beside it, the same training with N / 8, N / 2 or N latents at each step. At "
+        "`small` images of 32 x 32 and N = 256.",
+        _by_latents,
+        _latents_matter_little,
+        ("latents", "bits/dim"),
+        NEEDS_32,
+    ),
+    Study(
+        "image-order",
+        "table 5",
+        "With a short context the order of the bytes matters much (3.55 or 4.63 bits/dim), with a whole "
+        "one little.",
+        "Four trainings that differ in order and context alone. At `small` images of 32 x 32, contexts of "
+        "256 and 3,073, 256 latents.",
+        _by_order,
+        _order_matters_for_short_contexts,
+        ("context", "bits/dim"),
+        NEEDS_32,
+    ),
+]

@@ -1,0 +1,183 @@
+"""Music: nats by version, bit rate and context, and what dropout does at which depth."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from operator import itemgetter
+
+from perceiver_ar import presets
+from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
+from perceiver_ar.reproduce.cells import Ask, Figures, trained
+from perceiver_ar.reproduce.materials import CODES, LEVELS, store
+from perceiver_ar.reproduce.study import Bench, Cell, Row, Study
+
+NATS: Figures = {"nats": itemgetter("nats")}
+MUSIC = "MIDI: perceiver-ar download maestro-v3 DIR; perceiver-ar prepare music DIR --out STORE"
+AUDIO = "recordings: perceiver-ar prepare audio FOLDER --out STORE --codec CODEC"
+TINY = TrainConfig(steps=3, batch_size=2, warmup_steps=1)
+SHORT = TrainConfig(
+    steps=2500,
+    batch_size=32,
+    learning_rate=1.2e-3,
+    warmup_steps=200,
+    schedule="cosine",
+    weight_decay=0.1,
+    betas=(0.9, 0.98),
+    ema=0.999,
+    compile=True,
+    log_every=100,
+)
+
+
+def _events(bench: Bench) -> Experiment:
+    if bench.scale == "smoke":
+        return Experiment("music", "music", ModelConfig(391, 64, 32, channels=16, heads=1, layers=1), TINY)
+    model = ModelConfig(
+        391, 4096, 2048, channels=512, heads=8, layers=10, cross_dropout=0.2, residual_dropout=0.15
+    )
+    return Experiment("music", "music", model, replace(SHORT, steps=6300), {"transpose": 5})
+
+
+def _maestro(bench: Bench) -> list[Cell]:
+    if bench.scale == "paper":
+        cells: list[Cell] = []
+        for version, nats in (("v1", 1.82), ("v3", 1.90)):
+            experiment = presets.get(f"maestro-{version}")
+            cells += trained(
+                {"version": version},
+                experiment,
+                store(bench, "music"),
+                bench,
+                NATS,
+                [Ask(paper={"nats": nats})],
+            )
+        return cells
+    ask = Ask(paper={"nats": 1.90})
+    return list(trained({"version": "v3"}, _events(bench), store(bench, "music"), bench, NATS, [ask]))
+
+
+def _piano(bench: Bench) -> list[Cell]:
+    experiment = presets.get("piano-32k") if bench.scale == "paper" else _events(bench)
+    return list(trained({}, experiment, store(bench, "music"), bench, NATS))
+
+
+def _sound(bench: Bench) -> list[Cell]:
+    """Bit rates and contexts of the paper; else two contexts of one store."""
+    cells: list[Cell] = []
+    if bench.scale == "paper":
+        found = {
+            ("8k", "12kbps"): 2.27,
+            ("8k", "18kbps"): 2.52,
+            ("8k", "22kbps"): 2.60,
+            ("32k", "12kbps"): 2.28,
+            ("32k", "18kbps"): 2.51,
+            ("32k", "22kbps"): 2.55,
+            ("65k", "12kbps"): 2.34,
+            ("65k", "18kbps"): 2.57,
+            ("65k", "22kbps"): 2.62,
+        }
+        for (reach, rate), nats in found.items():
+            experiment = presets.get(f"soundstream-{reach}-{rate}")
+            about = {"context": experiment.model.context, "bit rate": rate}
+            cells += trained(
+                about, experiment, store(bench, "audio"), bench, NATS, [Ask(paper={"nats": nats})]
+            )
+        return cells
+    small = bench.scale == "small"
+    for context in (2048, 8192) if small else (32, 64):
+        model = (
+            ModelConfig(
+                259, context, 1024, channels=512, heads=8, layers=8, cross_dropout=0.25, residual_dropout=0.1
+            )
+            if small
+            else ModelConfig(LEVELS * CODES + 3, context, 16, channels=16, heads=1, layers=1)
+        )
+        experiment = Experiment("audio", "audio", model, SHORT if small else TINY)
+        cells += trained({"context": context}, experiment, store(bench, "audio"), bench, NATS)
+    return cells
+
+
+def _dropout(bench: Bench) -> list[Cell]:
+    """Each kind of dropout at each depth, the other kind as the paper has it."""
+    base = presets.get("maestro-v3") if bench.scale == "paper" else _events(bench)
+    train = replace(base.train, steps=1500) if bench.scale == "small" else base.train
+    cells: list[Cell] = []
+    for depth in {"paper": (12, 24, 48), "small": (4, 16), "smoke": (1, 2)}[bench.scale]:
+        for kind in ("cross", "post-attention"):
+            for share in (0.0, 0.5, 0.75):
+                cross, residual = (share, 0.5) if kind == "cross" else (0.7, share)
+                model = replace(base.model, layers=depth, cross_dropout=cross, residual_dropout=residual)
+                about = {"kind": kind, "depth": depth, "dropout": share}
+                chosen = replace(base, model=model, train=train)
+                cells += trained(about, chosen, store(bench, "music"), bench, NATS, documents=40)
+    return cells
+
+
+def _depth_decides(rows: list[Row]) -> bool:
+    """From the shallowest to the deepest, 0.75 gains less in the cross-attend, and more after attention."""
+    nats = {(r.about["kind"], r.about["depth"], r.about["dropout"]): r.found["nats"] or 99 for r in rows}
+    depths = [depth for _, depth, _ in nats]
+    gains = {
+        (kind, depth): nats[kind, depth, 0.0] - nats[kind, depth, 0.75]
+        for kind in ("cross", "post-attention")
+        for depth in (min(depths), max(depths))
+    }
+    cross = gains["cross", max(depths)] < gains["cross", min(depths)]
+    return cross and gains["post-attention", max(depths)] > gains["post-attention", min(depths)]
+
+
+def _at_most(nats: float) -> Callable[[list[Row]], bool]:
+    return lambda rows: all((row.found["nats"] or 99) <= nats for row in rows)
+
+
+def _longer_is_better(rows: list[Row]) -> bool:
+    found = sorted((row.about["context"], row.found["nats"] or 99) for row in rows)
+    return found[-1][1] < found[0][1]
+
+
+STUDIES = [
+    Study(
+        "maestro",
+        "table 11",
+        "1.82 nats an event on MAESTRO v1 (Music Transformer: 1.84), 1.90 on v3.",
+        "All validation pieces, stride N / 2, EOS not scored. At `small` 35M parameters on v3, 10 minutes,"
+        " with transposition, which the paper does without.",
+        _maestro,
+        _at_most(1.90),
+        ("version", "nats"),
+        MUSIC,
+    ),
+    Study(
+        "soundstream",
+        "tables 12, 13",
+        "With more codes a second a code costs more nats; contexts of 8,192 and 32,768 are about as good.",
+        "Validation recordings, nats a code, stride N / 2. At `small` codes of Lyra, which has 16 values a"
+        " code instead of 1,024, so that figures cannot be compared; a short and a long context.",
+        _sound,
+        _longer_is_better,
+        ("context", "nats"),
+        AUDIO,
+    ),
+    Study(
+        "dropout",
+        "appendix H, its two figures",
+        "Cross-attend dropout helps less the deeper a model is, post-attention dropout more.",
+        "MAESTRO v3, shares of 0, 0.5 and 0.75. Cross-attend dropout is varied at 0.5 after attention, the"
+        " other at 0.7 in the cross-attend. At `small` depths of 4 and 16, 1,500 steps, 40 validation "
+        "pieces.",
+        _dropout,
+        _depth_decides,
+        ("dropout", "nats"),
+        MUSIC,
+        log=False,
+    ),
+    Study(
+        "piano",
+        "section 5.7",
+        "1.24 nats an event on 10,000 hours of transcribed piano.",
+        "The paper's data are private: this trains on any folder of MIDI.",
+        _piano,
+        _at_most(1.24),
+        ("context", "nats"),
+        "MIDI: perceiver-ar prepare music FOLDER --out STORE --min-events 1024 --max-events 32768",
+    ),
+]
