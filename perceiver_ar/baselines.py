@@ -22,6 +22,7 @@ from perceiver_ar.embedding import (
     AdaptiveEmbedding,
     InputEmbedding,
     Output,
+    Scores,
     SinusoidalPositions,
     TiedAdaptiveOutput,
 )
@@ -205,6 +206,13 @@ class TransformerXL(Decoder):
             kept.append((torch.cat((memory[:, gone:], z[:, max(0, gone - held) :]), dim=1).detach(),))
             z = self._run(block, z, memory, distances, biases, open_)
         return z, Past(kept, None if visible is None else visible[:, gone:])
+
+    def score_on(
+        self, tokens: Tensor, targets: Tensor, past: Past | None, visible: Tensor | None
+    ) -> tuple[Scores, Past]:
+        """What is known of the targets (B, N) of a segment, and the memory for the next."""
+        z, past = self.segment(tokens, past, visible)
+        return self.output.score(self.norm(z), targets, self.embedding.tokens), past
 
     def _open(self, shown: Tensor, inputs: int) -> Tensor:
         """Which of the keys shown, (B, T), each of the last few may see, its own always: (B, 1, N, T)."""

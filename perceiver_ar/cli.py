@@ -165,7 +165,8 @@ def evaluate(
         run: Folder of a run.
         split: Which split of the store.
         latents: How many to use. Default: as many as in training.
-        stride: Targets between windows; fewer give each more context. Default: half the latents.
+        stride: Targets between windows; fewer give each more context. Default: half the latents; of
+            Transformer-XL: none, but segments to which the memory is passed on.
         context: Most inputs of a window. Default: as many as the model takes.
         batch_size: Windows at a time.
         data: Another token store than the run was trained on.

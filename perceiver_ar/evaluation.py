@@ -15,8 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from perceiver_ar.baselines import TransformerXL
 from perceiver_ar.data import collate
+from perceiver_ar.decoder import real
 from perceiver_ar.device import autocast
+from perceiver_ar.embedding import Scores
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window
@@ -98,36 +101,87 @@ def score(
     batch_size: int,
     context: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None, list[range]]]:
-    """Batches of nats and hits (B, N), and the places in their documents that each row scores."""
+    """Batches of nats and hits (B, N), and the places in their documents that each row scores.
+
+    Without a stride, Transformer-XL reads on: each segment with the memory of all before it.
+    """
     config: Any = model.config
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
     latents = config.check_latents(latents)
+    reading_on = model if isinstance(model, TransformerXL) and stride is context is None else None
     stride = max(1, latents // 2) if stride is None else stride
     if not 1 <= stride <= latents:
         raise ValueError(f"stride must be from 1 to the {latents} latents, but is {stride}.")
     context = config.context if context is None else context
     if not 1 <= context <= config.context:
         raise ValueError(f"context must be from 1 to {config.context}, but is {context}.")
-    device, training = next(model.parameters()).device, model.training
-    found = (pair for document in documents for pair in windows(document, context, stride))
+    training, before = model.training, None
+    batches = (
+        _in_segments(reading_on, task, iter(documents), latents, batch_size)
+        if reading_on is not None
+        else _in_windows(model, task, documents, latents, stride, context, batch_size)
+    )
     model.eval()
-    before: tuple[_Fetched, list[range]] | None = None
     try:
-        while chunk := list(islice(found, batch_size)):
-            batch = collate([w for w, _ in chunk], latents, task).to(device)
-            with torch.inference_mode(), autocast(device):
-                scores = model(
-                    batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
-                )
-            fetched = _Fetched(scores.nats, scores.right)
+        for scores, places in batches:
+            fetched = _Fetched(scores.nats, scores.right), places
             if before is not None:
                 yield *before[0].wait(), before[1]
-            before = fetched, [places for _, places in chunk]
+            before = fetched
         if before is not None:
             yield *before[0].wait(), before[1]
     finally:
         model.train(training)
+
+
+Scored = Iterator[tuple[Scores, list[range]]]
+"""Batches, and the places that the last few of each row lie at."""
+
+
+def _in_windows(
+    model: nn.Module,
+    task: Task,
+    documents: Iterable[Document],
+    latents: int,
+    stride: int,
+    context: int,
+    batch_size: int,
+) -> Scored:
+    """Each window for itself."""
+    device = next(model.parameters()).device
+    found = (pair for document in documents for pair in windows(document, context, stride))
+    while chunk := list(islice(found, batch_size)):
+        batch = collate([w for w, _ in chunk], latents, task).to(device)
+        with torch.inference_mode(), autocast(device):
+            scores = model(
+                batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
+            )
+        yield scores, [places for _, places in chunk]
+
+
+def _in_segments(
+    model: TransformerXL, task: Task, documents: Iterator[Document], segment: int, batch_size: int
+) -> Scored:
+    """A few documents side by side, which end together, by segments with the memory of those before."""
+    device = next(model.parameters()).device
+    while chunk := list(islice(documents, batch_size)):
+        wholes = [Window(d.tokens[: d.stop], 0, d.stop - d.first) for d in chunk]
+        batch = collate(wholes, max(d.stop for d in chunk), task)
+        inputs = batch.inputs.shape[1]
+        shown = None if batch.lengths is None else real(batch.inputs, batch.lengths)
+        past, begin = None, 0
+        for end in range(inputs % segment or segment, inputs + 1, segment):
+            part = slice(begin, end)
+            visible = None if shown is None else shown[:, part].to(device)
+            with torch.inference_mode(), autocast(device):
+                scores, past = model.score_on(
+                    batch.inputs[:, part].to(device), batch.targets[:, part].to(device), past, visible
+                )
+            ends = [d.stop - inputs + end for d in chunk]
+            first = [max(d.first, last - end + begin) for d, last in zip(chunk, ends, strict=True)]
+            yield scores, [range(a, max(a, b)) for a, b in zip(first, ends, strict=True)]
+            begin = end
 
 
 class _Fetched:

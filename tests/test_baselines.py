@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from perceiver_ar import generate, stream
+from perceiver_ar import evaluate, generate, stream
 from perceiver_ar.architectures import load_model
 from perceiver_ar.baselines import Transformer, TransformerXL, _shifted
 from perceiver_ar.cli import main
 from perceiver_ar.config import AnyModelConfig, TransformerConfig, TransformerXLConfig
 from perceiver_ar.strict import Config
+from perceiver_ar.tasks.base import Document
+from perceiver_ar.tasks.tokens import TokensTask
 
 V = 30
 
@@ -113,6 +116,24 @@ def test_segments_with_a_memory_equal_one_long_pass_with_the_same_reach(reach: i
             parts.append(z)
         whole = one_long_pass(model, tokens, 4, reach)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_evaluation_passes_the_memory_on(batch_size: int) -> None:
+    model = xl(evaluation_memory=6)
+    torch.nn.init.normal_(model.output.bias)
+    documents = [Document(np.random.default_rng(n).integers(3, V, n), 1, n) for n in (21, 9, 5)]
+    nats = 0.0
+    with torch.no_grad():
+        for document in documents:  # whole numbers of segments, which is what the long pass takes
+            tokens = torch.from_numpy(document.tokens)[None]
+            z = model.norm(one_long_pass(model, tokens[:, :-1], 4, 6))
+            nats += float(model.output.score(z, tokens[:, 1:], model.embedding.tokens).nats.sum())
+    report = evaluate(model, TokensTask(), documents, batch_size=batch_size)
+    assert report["tokens"] == 20 + 8 + 4
+    assert report["nats"] * report["tokens"] == pytest.approx(nats, rel=1e-5)
+    strided = evaluate(model, TokensTask(), documents, stride=4)
+    assert abs(strided["nats"] - report["nats"]) > 1e-4  # whose memories begin anew in each window
 
 
 def test_gradients_stop_at_the_memory() -> None:
