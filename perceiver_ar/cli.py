@@ -376,11 +376,13 @@ def reproduce(
         return
     if name is not None and all:
         raise ValueError("give a name or --all, not both.")
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, but is {seeds}.")
     if all and (data is not None or cell is not None or scale != "smoke"):
         raise ValueError("--all is for --scale smoke, and --report: others need data of their own each.")
     for study in studies.STUDIES.values() if name is None else [studies.get(name)]:
-        folder = Path("reproduction") / f"{study.name}-{scale}" if out is None else out
-        folder = folder / f"{study.name}-{scale}" if all and out is not None else folder
+        named = Path(out or "reproduction") / f"{study.name}-{scale}"
+        folder = named if all or out is None else out
         bench = studies.Bench(scale, folder, data, seeds, device)
         if scale == "paper" and cell is None:
             print(plan(study, bench))

@@ -1,6 +1,7 @@
 """Every table and figure runs as a command, keeps what is finished, and is told as it came out."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from perceiver_ar import ModelConfig, PerceiverAR
+from perceiver_ar.cli import main
 from perceiver_ar.reproduce import STUDIES, Bench, Row, cells, get, machine, run
 from perceiver_ar.reproduce.page import plan, table, write_page
 from perceiver_ar.reproduce.study import Cell, Study, means
@@ -154,3 +156,46 @@ def test_nats_one_by_one_are_those_of_a_plain_forward_while_latents_suffice() ->
     with torch.no_grad():
         plain = model.nats(tokens[:, :-1], tokens[:, 1:])[:, 11:].mean()
     assert machine.nats_one_by_one(model, tokens, refreshed=True) == pytest.approx(float(plain), abs=1e-5)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["perceiver-ar", "reproduce", *words])
+    main()
+
+
+def test_the_command_lists_plans_runs_and_reports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command(monkeypatch)
+    assert len(capsys.readouterr().out.splitlines()) == len(STUDIES)
+    command(monkeypatch, "imagenet64", "--scale", "paper")
+    assert "seed-0" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())
+    command(monkeypatch, "copy-length", "--scale", "smoke", "--device", "cpu", "--seeds", "2")
+    assert "| length | accuracy |" in capsys.readouterr().out
+    assert (tmp_path / "reproduction/copy-length-smoke/results.json").exists()
+    command(monkeypatch, "--all", "--report")
+    assert (
+        "| [copy-length](#copy-length) | section 5.1.1 | not run | not run |"
+        in (tmp_path / "docs/reproduction.md").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("copy-lengths",), "did you mean 'copy-length'"),
+        (("copy-length", "--all"), "give a name or --all, not both"),
+        (("--all",), "--all is for --scale smoke"),
+        (("maestro",), "maestro needs data"),
+        (("copy-length", "--seeds", "0"), "at least 1"),
+    ],
+)
+def test_mistakes_are_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, *words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
