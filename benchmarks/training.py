@@ -8,12 +8,14 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from benchmarks.measure import Figure, matmul_rate, profile, rounded
 from benchmarks.sizes import Size
 from perceiver_ar import PerceiverAR, attention
 from perceiver_ar.architectures import compile_blocks
 from perceiver_ar.embedding import InputEmbedding
+from perceiver_ar.model import Block, Turns
 from perceiver_ar.timing import forget_peak, forward_flops, peak_gib, time_repeatedly, training_step
 
 
@@ -56,12 +58,18 @@ def time_training(
 
 @contextmanager
 def slow_twins(wanted: bool) -> Generator[None]:
-    """Attention written out, and every input projected."""
+    """Attention written out, every input projected, and queries, keys and values one by one."""
     if not wanted:
         yield
         return
     with (
         patch("perceiver_ar.model.attend", attention.reference),
         patch.object(InputEmbedding, "table", None),
+        patch.object(Block, "_all_three", one_by_one),
     ):
         yield
+
+
+def one_by_one(block: Block, latents: Tensor, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+    """The slow twin of one product for queries, keys and values."""
+    return block.ask(latents, turns[0]), *block.keys_values(latents, turns[1])

@@ -10,6 +10,7 @@ from torch import nn
 from perceiver_ar.baselines import RelativeBlock, Transformer, TransformerXL
 from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig, TransformerXLConfig
 from perceiver_ar.decoder import Decoder
+from perceiver_ar.embedding import Output
 from perceiver_ar.model import Block, PerceiverAR
 from perceiver_ar.pretrained import CONFIG
 
@@ -42,7 +43,7 @@ def load_model(folder: Path, device: str = "cpu") -> Decoder:
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Compiles each block, as torch.compile does; those of one shape share what is compiled.
+    """Compiles each block and the output, as torch.compile does; blocks of one shape share what is compiled.
 
     Training, evaluation, padding and changing lengths each need it once more: more often, together,
     than torch would compile before it goes on without a word, and without compiling.
@@ -52,5 +53,5 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(64, dynamo.recompile_limit)
     for module in model.modules():
-        if isinstance(module, Block | RelativeBlock):
+        if isinstance(module, Block | RelativeBlock | Output):
             module.compile(**options)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine of each position's angles, (B or 1, 1, T, pairs)."""
+"""What each channel, and the other channel of its pair, is multiplied by: (B or 1, 1, T, K) each."""
 
 
 def rotation(positions: Tensor, head_width: int, fraction: float, max_wavelength: float) -> Rotation:
@@ -30,7 +30,10 @@ def rotation(positions: Tensor, head_width: int, fraction: float, max_wavelength
     """
     pairs = int(head_width * fraction) // 2
     turns = angles(positions, max_wavelength, pairs).unsqueeze(1)  # (B, 1, T, pairs)
-    return turns.cos(), turns.sin()
+    rest = (0, head_width - 2 * pairs)
+    own = turns.cos().repeat_interleave(2, dim=-1)
+    other = torch.stack((-turns.sin(), turns.sin()), dim=-1).flatten(-2)
+    return F.pad(own, rest, value=1.0), F.pad(other, rest)
 
 
 def angles(positions: Tensor, max_wavelength: float, count: int) -> Tensor:
@@ -44,11 +47,12 @@ def angles(positions: Tensor, max_wavelength: float, count: int) -> Tensor:
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
     """Turns the leading channels of (B, H, T, K); the rest pass through."""
-    cos, sin = by
-    turned = 2 * cos.shape[-1]
-    a, b = x[..., :turned].unflatten(-1, (-1, 2)).to(torch.promote_types(x.dtype, cos.dtype)).unbind(-1)
-    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    return torch.cat((pairs.to(x.dtype), x[..., turned:]), dim=-1)
+    own, other = by
+    if x.shape[-1] % 2:  # the last channel has no other
+        return rotate(F.pad(x, (0, 1)), (F.pad(own, (0, 1)), F.pad(other, (0, 1))))[..., :-1]
+    wide = x.to(torch.promote_types(x.dtype, own.dtype))
+    swapped = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (wide * own + swapped * other).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: bool = False) -> Tensor:

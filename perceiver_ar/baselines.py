@@ -212,7 +212,7 @@ class TransformerXL(Decoder):
     ) -> tuple[Scores, Past]:
         """What is known of the targets (B, N) of a segment, and the memory for the next."""
         z, past = self.segment(tokens, past, visible)
-        return self.output.score(self.norm(z), targets, self.embedding.tokens), past
+        return self.output(self.norm(z), self.embedding.tokens, targets), past
 
     def _open(self, shown: Tensor, inputs: int) -> Tensor:
         """Which of the keys shown, (B, T), each of the last few may see, its own always: (B, 1, N, T)."""

@@ -76,9 +76,7 @@ class Decoder(Pretrained):
         lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=tokens.is_cuda)
         positions = self.place(tokens, positions, lengths)
         z = self.norm(self._latents(tokens, positions, count, lengths, padded))
-        if targets is None:
-            return self.output(z, self.embedding.tokens)
-        return self.output.score(z, targets, self.embedding.tokens)
+        return self.output(z, self.embedding.tokens, targets)
 
     def _count(self, tokens: Tensor, latents: int | None) -> int:
         """The number of latents: as asked, but no more than there are inputs."""

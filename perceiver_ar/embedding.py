@@ -5,7 +5,7 @@ Letters: B batch, M inputs, N latents, C channels, E input width, V vocabulary, 
 
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -125,13 +125,14 @@ class Output(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, z: Tensor, embedding: nn.Module) -> Tensor:
+    def forward(self, z: Tensor, embedding: nn.Module, targets: Tensor | None = None) -> Any:
+        """Logits (B, N, V); or, given the targets (B, N), their Scores."""
         weight = embedding.weight if self.weight is None else self.weight
         assert isinstance(weight, Tensor)
-        return F.linear(z, weight, self.bias)
-
-    def score(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Scores:
-        logits, scored = _exact(self(z, embedding)), targets >= 0
+        logits = F.linear(z, weight, self.bias)
+        if targets is None:
+            return logits
+        logits, scored = _exact(logits), targets >= 0
         log_z = logits.logsumexp(-1)
         nats = log_z - logits.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
         uniform = log_z - logits.mean(-1)
@@ -155,8 +156,10 @@ class AdaptiveOutput(nn.Module):
         self.narrow = nn.ModuleList(Linear(config.channels, width, bias=False) for width in widths)
         self.tails = nn.ModuleList(ZeroLinear(w, size) for w, size in zip(widths, sizes, strict=True))
 
-    def forward(self, z: Tensor, embedding: nn.Module) -> Tensor:
-        """Log-probabilities, which are logits too; of all V tokens, so not meant for training."""
+    def forward(self, z: Tensor, embedding: nn.Module, targets: Tensor | None = None) -> Any:
+        """Log-probabilities, which are logits too, of all V tokens; or, given the targets, their Scores."""
+        if targets is not None:
+            return self._score(z, targets, embedding)
         head = _exact(self._head(z, embedding)).log_softmax(-1)
         bands = [
             head[..., self.cutoffs[0] + band, None] + self._within(z, band, embedding)
@@ -164,7 +167,7 @@ class AdaptiveOutput(nn.Module):
         ]
         return torch.cat((head[..., : self.cutoffs[0]], *bands), dim=-1)
 
-    def score(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Scores:
+    def _score(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Scores:
         """Each band is computed only for the targets in it: its shape depends on the data."""
         z, flat = z.flatten(0, 1), targets.flatten()
         band = torch.bucketize(flat, torch.tensor(self.cutoffs, device=flat.device), right=True)

@@ -199,6 +199,13 @@ def test_rotary_turns_interleaved_pairs_and_leaves_the_rest() -> None:
     torch.testing.assert_close(turned[8:], x.flatten()[8:])
 
 
+def test_rotary_takes_heads_of_odd_width() -> None:
+    x = torch.randn(2, 3, 4, 7)
+    turned = rotate(x, rotation(torch.arange(4)[None], 7, 1.0, 48))
+    even = rotate(x[..., :6], rotation(torch.arange(4)[None], 6, 1.0, 48))
+    torch.testing.assert_close(turned, torch.cat((even, x[..., 6:]), dim=-1))
+
+
 def test_angles_stay_exact_at_a_hundred_million() -> None:
     position = 10**8 + 1
     cos, _ = rotation(torch.tensor([[position]]), 4, 1.0, 1e9)

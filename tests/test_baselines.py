@@ -128,7 +128,7 @@ def test_evaluation_passes_the_memory_on(batch_size: int) -> None:
         for document in documents:  # whole numbers of segments, which is what the long pass takes
             tokens = torch.from_numpy(document.tokens)[None]
             z = model.norm(one_long_pass(model, tokens[:, :-1], 4, 6))
-            nats += float(model.output.score(z, tokens[:, 1:], model.embedding.tokens).nats.sum())
+            nats += float(model.output(z, model.embedding.tokens, tokens[:, 1:]).nats.sum())
     report = evaluate(model, TokensTask(), documents, batch_size=batch_size)
     assert report["tokens"] == 20 + 8 + 4
     assert report["nats"] * report["tokens"] == pytest.approx(nats, rel=1e-5)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 import perceiver_ar.model as model_module
 from perceiver_ar.architectures import compile_blocks, parameter_count
+from perceiver_ar.attention import rotation
 from perceiver_ar.config import ModelConfig, Positions, Queries
 from perceiver_ar.embedding import InputEmbedding
 from perceiver_ar.layers import look_up
-from perceiver_ar.model import PerceiverAR
+from perceiver_ar.model import Block, PerceiverAR
 
 B, M, N, V = 2, 12, 5, 30
 POSITIONS: list[Positions] = ["rotary", "sinusoidal", "learned", "axial", "none"]
@@ -466,6 +467,25 @@ def test_keys_and_values_by_look_up_equal_projected_ones(
             plain = results(lengths)
         for a, b in zip(found, plain, strict=True):
             torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_queries_keys_and_values_by_one_product_equal_those_one_by_one(heads: int) -> None:
+    torch.manual_seed(heads)
+    block = Block(16, heads, 0.0).double()
+    z = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    at = torch.arange(5)[None]
+    turns = tuple(rotation(at + shift, 16 // heads, 0.5, 48.0) for shift in (0, 3))
+    together = block.project(z, None, turns)
+    latents = block.norm(z)
+    apart = block.ask(latents, turns[0]), *block.keys_values(latents, turns[1])
+    weights = [torch.randn_like(x) for x in apart]
+    gradients = []
+    for found in (together, apart):
+        total = sum((x * w).sum() for x, w in zip(found, weights, strict=True))
+        gradients.append(torch.autograd.grad(total, [z, *block.query.parameters(), *block.key.parameters()]))
+    for a, b in zip((*together, *gradients[0]), (*apart, *gradients[1]), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.gpu
