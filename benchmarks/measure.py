@@ -92,4 +92,4 @@ def profile(run: Callable[[], Any], device: torch.device) -> str:
         run()
         synchronize(device)
     order = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
-    return found.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=90)
+    return found.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=90)

@@ -73,8 +73,8 @@ class ModelConfig(Config):
     """Share of latents hidden from all later latents, in every self-attend of a pass."""
     cross_dropout: float = 0.0
     """Share of inputs hidden from all latents in the cross-attend; hidden ones are not computed."""
-    cross_dropout_scope: Literal["all", "latents"] = "all"
-    """Which inputs cross-attend dropout may hide: all, or the last N only."""
+    cross_dropout_scope: Literal["all", "latents", "prefix"] = "all"
+    """Which inputs cross-attend dropout may hide: all, the last N, or those before them, which is fastest."""
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 

@@ -180,10 +180,11 @@ class PerceiverAR(Decoder):
         if drop_latents:
             latents_visible = _hide_last(latents_visible, tokens, count, config.latent_dropout)
         if drop_inputs:
-            if config.cross_dropout_scope == "all":
+            if config.cross_dropout_scope != "latents":
                 keep = round((tokens.shape[1] - count) * (1 - config.cross_dropout))
                 tokens, positions, visible = _keep_some(tokens, positions, visible, count, keep)
-            visible = _hide_last(visible, tokens, count, config.cross_dropout)
+            if config.cross_dropout_scope != "prefix":
+                visible = _hide_last(visible, tokens, count, config.cross_dropout)
 
         inputs, of_table = self.embedding.table, tokens
         if inputs is None or 2 * len(inputs) > tokens.numel():

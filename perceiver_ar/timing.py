@@ -14,18 +14,19 @@ from perceiver_ar.device import autocast
 
 
 def time_repeatedly(
-    run: Callable[[], Any], device: torch.device, repeats: int, warm_up: int = 3
+    run: Callable[[], Any], device: torch.device, repeats: int, warm_up: int = 3, in_a_row: int = 1
 ) -> list[float]:
-    """Seconds of each repeat, once it is warm."""
+    """Seconds of each repeat, once it is warm; or the mean of a few in a row, as work that goes on takes."""
     for _ in range(warm_up):
         run()
     seconds = []
     for _ in range(repeats):
         synchronize(device)
         start = time.perf_counter()
-        run()
+        for _ in range(in_a_row):
+            run()
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append((time.perf_counter() - start) / in_a_row)
     return seconds
 
 

@@ -66,6 +66,7 @@ def variants(positions: Positions, queries: Queries) -> Iterator[tuple[dict[str,
         {"latent_dropout": 0.5},
         {"cross_dropout": 0.5},
         {"cross_dropout": 0.5, "cross_dropout_scope": "latents"},
+        {"cross_dropout": 0.5, "cross_dropout_scope": "prefix"},
         {"residual_dropout": 0.3, "latent_dropout": 0.5, "cross_dropout": 0.9},
         {"cross_dropout": 0.9, "cross_dropout_scope": "latents", "latent_dropout": 0.5},
     ]
@@ -228,19 +229,24 @@ def test_wrong_calls_say_what_is_wrong() -> None:
             call()
 
 
-def test_cross_attend_dropout_equals_hiding_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scope", ["all", "latents", "prefix"])
+def test_cross_attend_dropout_equals_hiding_the_same_inputs(
+    scope: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Without self-attends, so that hidden inputs can be told as padding is.
-    model = make(layers=0, cross_dropout=0.5).train()
+    model = make(layers=0, cross_dropout=0.5, cross_dropout_scope=scope).train()
     tokens, _ = draw(model)
     torch.manual_seed(3)
     dropped = model(tokens)
     torch.manual_seed(3)
     columns = torch.arange(M).expand(B, -1)
-    chosen, _, _ = model_module._keep_some(columns, columns[..., None], None, N, round((M - N) * 0.5))
-    last = model_module._hide_last(None, tokens, N, 0.5)
-    visible = torch.zeros(B, M, dtype=torch.bool)
-    visible.scatter_(1, chosen[:, :-N], True)
-    visible[:, -N:] = last
+    visible = torch.ones(B, M, dtype=torch.bool)
+    if scope != "latents":
+        chosen, _, _ = model_module._keep_some(columns, columns[..., None], None, N, round((M - N) * 0.5))
+        visible[:, :-N] = False
+        visible.scatter_(1, chosen[:, :-N], True)
+    if scope != "prefix":
+        visible[:, -N:] = model_module._hide_last(None, tokens, N, 0.5)
     assert 0 < visible.sum() < visible.numel()
     monkeypatch.setattr(model_module, "real", lambda tokens, lengths: visible)
     torch.testing.assert_close(
@@ -533,6 +539,6 @@ def test_nothing_is_compiled_again_when_lengths_latents_and_modes_come_back() ->
             with torch.set_grad_enabled(training):
                 model(torch.randint(V, (batch, inputs)), latents=latents, lengths=lengths)
         counts.append((made, run))
-    blocks = 4 * len(cases)
+    parts = 5 * len(cases)  # four blocks and the output
     assert counts[0][0] > 8  # more than torch would by default
-    assert counts == [(counts[0][0], blocks), (0, blocks), (0, blocks)]
+    assert counts == [(counts[0][0], parts), (0, parts), (0, parts)]
