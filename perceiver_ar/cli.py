@@ -383,7 +383,7 @@ def reproduce(
     for study in studies.STUDIES.values() if name is None else [studies.get(name)]:
         named = Path(out or "reproduction") / f"{study.name}-{scale}"
         folder = named if all or out is None else out
-        bench = studies.Bench(scale, folder, data, seeds, device)
+        bench = studies.Bench(scale, folder, data, seeds, device, folder.parent)
         if scale == "paper" and cell is None:
             print(plan(study, bench))
             continue

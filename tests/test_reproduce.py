@@ -1,9 +1,11 @@
 """Every table and figure runs as a command, keeps what is finished, and is told as it came out."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,26 @@ def test_each_study_runs_at_the_scale_smoke(name: str, tmp_path: Path) -> None:
     figures = [value for row in results["rows"] for value in row["found"].values()]
     assert figures
     assert all(value is not None and value >= 0 for value in figures)
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("name", STUDIES)
+def test_each_cell_of_the_larger_scales_is_settled_and_named_once(
+    name: str, scale: Any, tmp_path: Path
+) -> None:
+    cells = get(name).cells(Bench(scale, tmp_path, Path("store"), seeds=2))
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert all(re.fullmatch(r"[\w.-]+", cell.name) for cell in cells)  # they are names of files
+    json.dumps([cell.settings for cell in cells])
+    if scale == "small":
+        assert sum(cell.hours for cell in cells) < 1
+
+
+def test_what_one_cell_has_trained_another_takes(tmp_path: Path) -> None:
+    for name in ("books-context", "books-stride"):
+        bench = Bench("smoke", tmp_path / name, device="cpu", shared=tmp_path)
+        run(get(name), bench, None, SAID.append)
+    assert len(list((tmp_path / "runs").iterdir())) == 2  # contexts
 
 
 @pytest.mark.parametrize("name", STUDIES)

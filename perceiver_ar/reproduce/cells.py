@@ -1,6 +1,7 @@
 """The kinds of cell: a model that is trained and then asked, and a training step that is timed."""
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,8 @@ from perceiver_ar.device import pick_device
 from perceiver_ar.evaluation import evaluate
 from perceiver_ar.reproduce.study import About, Bench, Cell, Found, Row
 from perceiver_ar.run import load, open_source
-from perceiver_ar.sealed import read_sealed
+from perceiver_ar.sealed import digest, read_sealed
+from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.timing import forget_peak, forward_flops, peak_gib, time_repeatedly, training_step
 from perceiver_ar.training import train
@@ -42,13 +44,12 @@ class Trained:
     model: Decoder
     task: Task
     documents: Sequence[Document]
-    place: Path
-    """A folder of the cell's own."""
+    run: Path
 
 
 Figures = dict[str, Callable[[dict[str, Any]], float]]
-More = Callable[[Trained, Ask], Found]
-"""What else there is to find out."""
+More = Callable[[Trained, Ask, Path], Found]
+"""What else there is to find out, in a folder of the cell's own."""
 
 
 def trained(
@@ -70,12 +71,11 @@ def trained(
     """
     for seed in range(bench.seeds):
         chosen = replace(experiment, train=replace(experiment.train, seed=seed))
-        name = "-".join(str(part) for pair in {**about, "seed": seed}.items() for part in pair)
         asked = [[ask.about, ask.settings] for ask in asks]
         settings = {"experiment": chosen.to_dict(), "asks": asked, "documents": documents}
 
         def work(place: Path, chosen: Experiment = chosen, seed: int = seed) -> list[Row]:
-            found = finish(adapt(chosen), data(), place, bench.device)
+            found = finish(adapt(chosen), data(), bench)
             if chosen.train.compile:
                 compile_blocks(found.model)
             if documents is not None:
@@ -87,29 +87,35 @@ def trained(
                     found.model, found.task, found.documents, batch_size=batch_size, **ask.settings
                 )
                 values: Found = {label: of(report) for label, of in figures.items()}
-                values |= more(found, ask) if more is not None else {}
+                values |= more(found, ask, place) if more is not None else {}
                 rows.append(Row({**about, **ask.about, "seed": seed}, values, ask.paper))
             return rows
 
-        yield Cell(name.replace(" ", "-").replace("/", "-"), settings, work, hours(chosen))
+        yield Cell(named({**about, "seed": seed}), settings, work, hours(chosen))
 
 
-def finish(experiment: Experiment, data: Path | None, place: Path, device: str) -> Trained:
-    """Trains, or goes on where it was."""
-    folder = place / "run"
-    result = train(experiment, data, folder, resume=(folder / "config.json").exists(), device=device)
+def named(about: About) -> str:
+    """What a row is about as the name of a file."""
+    return re.sub(r"[^\w.]+", "-", " ".join(f"{key} {value}" for key, value in about.items()))
+
+
+def finish(experiment: Experiment, data: Path | None, bench: Bench) -> Trained:
+    """Trains, or goes on where it was, or takes what another cell has trained alike on the same data."""
+    seal = None if data is None else Store.open(data).meta
+    run = bench.runs / digest({"experiment": experiment.to_dict(), "data": seal})[:16]
+    result = train(experiment, data, run, resume=(run / "config.json").exists(), device=bench.device)
     if result["signal"] is not None:
         raise KeyboardInterrupt
-    model, task, before = load(folder, str(pick_device(device)))
-    source = open_source(task.name, task.to_dict(), before)
-    return Trained(model, source.task, source.documents("validation"), place)
+    model, task, _ = load(run, str(pick_device(bench.device)))
+    source = open_source(task.name, task.to_dict(), data)
+    return Trained(model, source.task, source.documents("validation"), run)
 
 
 def trained_steps_a_second(found: Trained) -> float:
     """As they were in the training itself, but for its evaluations."""
-    lines = map(json.loads, (found.place / "run" / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (found.run / "metrics.jsonl").read_text().splitlines())
     rates = [line["targets_per_second"] for line in lines if "targets_per_second" in line]
-    about = read_sealed(found.place / "run" / "config.json")["experiment"]
+    about = read_sealed(found.run / "config.json")["experiment"]
     return statistics.median(rates) / about["train"]["batch_size"] / found.model.config.latents
 
 
@@ -123,12 +129,13 @@ def timed(
     about: About, config: AnyModelConfig, batch: int, bench: Bench, paper: dict[str, float] | None = None
 ) -> Cell:
     """A cell that times steps of training."""
-    name = "-".join(str(part).replace(" ", "-") for pair in about.items() for part in pair)
 
     def work(place: Path) -> list[Row]:
         return [Row(about, steps_a_second(config, batch, bench), paper or {})]
 
-    return Cell(name, {"model": config.to_dict(), "kind": type(config).__name__, "batch": batch}, work)
+    return Cell(
+        named(about), {"model": config.to_dict(), "kind": type(config).__name__, "batch": batch}, work
+    )
 
 
 def steps_a_second(config: AnyModelConfig, batch: int, bench: Bench, repeats: int = 5) -> Found:

@@ -109,8 +109,8 @@ STUDIES = [
         "copy-length",
         "section 5.1.1",
         "A context of 131,072 tokens is used: random bytes are mirrored without an error.",
-        "Mirrored random bytes, 12 validation sequences, of which the second halves are scored. At `small`"
-        " 512 channels, trained by a curriculum of windows centred on the mirror, and eight times the "
+        "Mirrored random bytes, 12 validation sequences, of which the second halves are scored. At `small` "
+        "512 channels, trained by a curriculum of windows centred on the mirror, and eight times the "
         "paper's length as well.",
         _length,
         _all_copied,

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,14 +60,14 @@ def _density(bench: Bench) -> list[Cell]:
     return list(trained({}, experiment, store(bench, "image"), bench, BITS, [ask], _sheets))
 
 
-def _sheets(found: Trained, ask: Ask) -> Found:
+def _sheets(found: Trained, ask: Ask, place: Path) -> Found:
     """Samples with fewer and more latents than the model was trained with, from one seed."""
     task, latents = found.task, found.model.config.latents
     assert isinstance(task, ImageTask)
     most = min(2 * latents, found.model.config.context)
     for count in sorted({min(16, latents), latents, min(3 * latents // 2, most), most}):
         samples, _ = drawn(found, count, 16 if latents > 16 else 2)
-        task.save_all(samples, found.place / f"latents-{count}.png")
+        task.save_all(samples, place / f"latents-{count}.png")
     return {}
 
 
@@ -75,7 +76,7 @@ def drawn(found: Trained, latents: int, rows: int) -> tuple[list[np.ndarray], fl
     model, task = found.model, found.task
     assert isinstance(task, ImageTask)
     device = model.norm.weight.device
-    rough = type(model).from_pretrained(found.place / "run" / "model").to(device, best_dtype(device))
+    rough = type(model).from_pretrained(found.run / "model").to(device, best_dtype(device))
     prompt = torch.full((rows, 1), int(task.start(0)[0]), device=device)
     places = torch.from_numpy(task.positions(np.arange(task.length + 1)[None]))
     began = time.perf_counter()
@@ -126,7 +127,7 @@ def _by_latents(bench: Bench) -> list[Cell]:
     return cells
 
 
-def _minutes(found: Trained, ask: Ask) -> Found:
+def _minutes(found: Trained, ask: Ask, place: Path) -> Found:
     """To draw one image."""
     return {"minutes": drawn(found, int(ask.about["latents"]), 1)[1]}
 
@@ -188,8 +189,8 @@ STUDIES = [
     Study(
         "image-latents",
         "table 4",
-        "One model runs with 16 to 4,096 latents: fewer are faster and a little worse, a few more a little"
-        " better.",
+        "One model runs with 16 to 4,096 latents: fewer are faster and a little worse, a few more a little "
+        "better.",
         "One model, trained with N latents, evaluated on 256 images with N / 64 to 4 N, and one image "
         "drawn with each. Beside it, the same training with N / 8, N / 2 or N latents at each step. At "
         "`small` images of 32 x 32 and N = 256.",

@@ -72,6 +72,23 @@ def _sounds(random: np.random.Generator) -> tuple[list[Tokens], int, dict[str, o
 _MAKERS = {"text": _texts, "image": _images, "music": _pieces, "audio": _sounds}
 
 
+def part(bench: Bench, task: str, documents: int) -> Callable[[], Path]:
+    """Only so many documents to train on, so that a short training sees them many times."""
+    return partial(_part, bench, task, documents)
+
+
+def _part(bench: Bench, task: str, documents: int) -> Path:
+    given = Store.open(_store(bench, task))
+    folder = bench.folder / "data" / f"{task}-{documents}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        train, validation = given.split("train"), given.split("validation")
+        few = (train.read(i) for i in range(min(documents, len(train))))
+        rest = (validation.read(i) for i in range(len(validation)))
+        write_store(folder, {"train": few, "validation": rest}, given.vocab_size, task, given.meta["options"])
+    return folder
+
+
 def reordered(bench: Bench, order: Order) -> Callable[[], Path]:
     """The same images with their bytes in another order."""
     return partial(_reordered, bench, order)

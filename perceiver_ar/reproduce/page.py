@@ -56,14 +56,19 @@ def draw(study: Study, rows: Sequence[Row], path: Path) -> None:
     over, figure = study.drawn
     lines: dict[str, list[tuple[Any, float]]] = {}
     for row in rows:
-        value = row.found.get(figure)
-        if value is not None and over in row.about:
-            label = ", ".join(f"{key} {value}" for key, value in row.about.items() if key != over)
-            lines.setdefault(label, []).append((row.about[over], value))
+        x, y = {**row.about, **row.found}.get(over), row.found.get(figure)
+        if x is not None and y is not None:
+            names = [study.by] if study.by else [key for key in row.about if key != over]
+            label = ", ".join(f"{key} {row.about[key]}" for key in names)
+            lines.setdefault(label, []).append((x, y))
     picture, axes = new_figure(xlabel=over, ylabel=figure)
     for label, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=label or None)
-    if study.log and all(not isinstance(x, str) and x > 0 for points in lines.values() for x, _ in points):
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label or None)
+    numbers = [x for points in lines.values() for x, _ in points]
+    if (
+        not any(isinstance(x, str) for x in numbers)
+        and max(numbers, default=0) > 8 * min(numbers, default=1) > 0
+    ):
         axes.set_xscale("log", base=2)
     if any(lines):
         axes.legend(fontsize="small")

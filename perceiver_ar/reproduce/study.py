@@ -51,6 +51,12 @@ class Bench:
     data: Path | None = None
     seeds: int = 1
     device: str = "auto"
+    shared: Path | None = None
+    """Where studies find the trainings of one another. Default: each has its own."""
+
+    @property
+    def runs(self) -> Path:
+        return (self.shared or self.folder) / "runs"
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,11 @@ class Study:
     shows: Callable[[list[Row]], bool]
     """Whether rows, means over seeds, show the claim."""
     drawn: tuple[str, str]
-    """What is drawn: a figure over something that rows are about."""
+    """What is drawn: a figure over another, or over something that rows are about."""
     needs: str = ""
     """What --data must be, where data are needed."""
-    log: bool = True
-    """Whether both axes are logarithmic."""
+    by: str = ""
+    """What the lines of the drawing differ in. Default: all that rows are about."""
 
 
 def run(study: Study, bench: Bench, only: str | None, say: Callable[[str], None]) -> dict[str, Any]:
