@@ -12,7 +12,7 @@ from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig, 
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.embedding import Output
 from perceiver_ar.model import Block, PerceiverAR
-from perceiver_ar.pretrained import CONFIG
+from perceiver_ar.pretrained import CONFIG, find
 
 MODELS: dict[type, type[Decoder]] = {
     ModelConfig: PerceiverAR,
@@ -32,8 +32,9 @@ def parameter_count(config: AnyModelConfig) -> int:
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
-def load_model(folder: Path, device: str = "cpu") -> Decoder:
-    """The model of a folder, whichever kind it is."""
+def load_model(name: Path, device: str = "cpu") -> Decoder:
+    """The model of a folder, or of a repository on the hub, whichever kind it is."""
+    folder = find(name, {})
     try:
         found = json.loads((folder / CONFIG).read_text()).get("model_type")
     except (OSError, ValueError, AttributeError):

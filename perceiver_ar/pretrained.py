@@ -44,7 +44,7 @@ class Pretrained(
 
         hub: what huggingface_hub's snapshot_download takes, such as revision, token or cache_dir.
         """
-        folder = _find(pretrained_model_name_or_path, hub)
+        folder = find(pretrained_model_name_or_path, hub)
         with torch.device("meta"):
             model = cls(cls.read_config(folder))
         try:
@@ -79,7 +79,7 @@ class Pretrained(
         return cls.config_class.from_dict(data)
 
 
-def _find(name: str | Path, hub: dict[str, Any]) -> Path:
+def find(name: str | Path, hub: dict[str, Any]) -> Path:
     """The folder of that name, or the local copy of a repository on the hub."""
     if Path(name).is_dir():
         return Path(name)

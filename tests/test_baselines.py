@@ -19,6 +19,7 @@ from perceiver_ar.cli import main
 from perceiver_ar.config import AnyModelConfig, TransformerConfig, TransformerXLConfig
 from perceiver_ar.strict import Config
 from perceiver_ar.tasks.base import Document
+from perceiver_ar.tasks.image import ImageTask
 from perceiver_ar.tasks.tokens import TokensTask
 
 V = 30
@@ -298,3 +299,16 @@ def test_the_same_commands_train_evaluate_and_generate(
     with pytest.raises(SystemExit) as refused:
         run("train", "tiny", *again[:2], "--out", str(tmp_path / "other"), "--init", str(tmp_path / "run"))
     assert refused.value.code == 2
+
+
+def test_a_baseline_of_the_hub_is_known_for_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xl().save_pretrained(tmp_path)
+    monkeypatch.setattr("perceiver_ar.pretrained.snapshot_download", lambda name, **rest: str(tmp_path))
+    assert isinstance(load_model(Path("me/mine")), TransformerXL)
+
+
+def test_images_and_transformer_xl_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="take another model"):
+        ImageTask(8).check(TransformerXLConfig(259))

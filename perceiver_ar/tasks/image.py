@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from perceiver_ar.config import AnyModelConfig
+from perceiver_ar.config import AnyModelConfig, TransformerXLConfig
 from perceiver_ar.extras import need
 from perceiver_ar.fetching import unpack
 from perceiver_ar.report import readable
@@ -55,6 +55,10 @@ class ImageTask(Task):
         return 3 * self.size**2
 
     def check(self, model: AnyModelConfig) -> None:
+        if isinstance(model, TransformerXLConfig):
+            raise ValueError(
+                "images need axial positions, which Transformer-XL does not have: take another model."
+            )
         rows = (self.size + SPARE, self.size + SPARE, 3 + SPARE)
         if len(model.axes) != 3 or any(has < needs for has, needs in zip(model.axes, rows, strict=True)):
             raise ValueError(
