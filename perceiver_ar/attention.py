@@ -22,6 +22,10 @@ Rotation = tuple[Tensor, Tensor]
 """What each channel, and the other channel of its pair, is multiplied by: (B or 1, 1, T, K) each."""
 
 
+Blocks = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of each block of queries: how many blocks of keys are to be checked, which, how many are open, which."""
+
+
 def rotation(positions: Tensor, head_width: int, fraction: float, max_wavelength: float) -> Rotation:
     """The angles that turn a leading fraction of each head's channels, in interleaved pairs.
 
@@ -55,18 +59,29 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     return (wide * own + swapped * other).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: bool = False) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None = None,
+    own: bool = False,
+    blocks: Blocks | None = None,
+) -> Tensor:
     """Causal attention with the queries aligned to the last keys.
 
     visible (B, W) says which of the last W keys, W >= N, may be seen at all; keys before those are
     open to every query. With own, a query sees its own key even where that is hidden from others.
-    A query that sees nothing gives zero.
+    A query that sees nothing gives zero. blocks: what blocks_shown found, where it is known already.
     """
     # (B, H, N, K) x (B, H, M, K): query n sees keys up to M - N + n.
     assert k.shape == v.shape
     assert q.shape[2] <= k.shape[2]
     assert visible is None or q.shape[2] <= visible.shape[1] <= k.shape[2]
-    return _kernel(q, k, visible)(q, k, v, visible, own)
+    kernel = _kernel(q, k, visible)
+    if kernel is _attend_flex:
+        assert visible is not None
+        return _attend_flex(q, k, v, visible, own, blocks)
+    return kernel(q, k, v, visible, own)
 
 
 def _kernel(q: Tensor, k: Tensor, visible: Tensor | None) -> Callable[..., Tensor]:
@@ -90,7 +105,14 @@ def _has_flash(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: bool = False) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None = None,
+    own: bool = False,
+    blocks: Blocks | None = None,
+) -> Tensor:
     """What attend computes, written out plainly: the slow twin of every kernel below."""
     open_ = _open(q, k, visible, own, 0, q.shape[2])
     scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
@@ -163,35 +185,28 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-def _attend_flex(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: bool) -> Tensor:
+def _attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: bool, blocks: Blocks | None = None
+) -> Tensor:
     """Compiled flex attention: hidden keys are skipped inside the kernel."""
     flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    out = flex(q, k, v, block_mask=_block_mask(q, k, visible, own))
+    out = flex(q, k, v, block_mask=_block_mask(q, k, visible, own, blocks))
     assert isinstance(out, Tensor)
     return out
 
 
-def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool) -> BlockMask:
-    """The blocks that each block of queries reads: those wholly open, and those to be checked."""
+def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool, blocks: Blocks | None = None) -> BlockMask:
+    """What flex attention is told."""
     queries, keys = q.shape[2], k.shape[2]
-    before, always = keys - queries, keys - visible.shape[1]
     # Numbers that change between compiled calls cannot be in the kernel, but tensors can.
-    skipped, shown_to_all = (torch.full((), x, device=q.device) for x in (before, always))
+    skipped, shown_to_all = (torch.full((), keys - x, device=q.device) for x in (queries, visible.shape[1]))
 
     def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         standing = i + skipped
         shown = (j < shown_to_all) | visible[b, (j - shown_to_all).clamp(min=0)]
         return (j <= standing) & (shown | (j == standing) if own else shown)
 
-    some, all_ = _blocks_shown(visible, always)  # (B, columns)
-    first = torch.arange(0, queries, _BLOCK, device=q.device)[:, None] + before  # keys of a row's first query
-    last = (first + _BLOCK - 1).clamp(max=keys - 1)
-    starts = torch.arange(0, keys, _BLOCK, device=q.device)
-    open_ = all_[:, None] & (starts + _BLOCK - 1 <= first)  # (B, rows, columns)
-    own_block = (starts <= last) & (starts + _BLOCK > first)
-    checked = (some[:, None] | own_block if own else some[:, None]) & (starts <= last) & ~open_
-    full_counts, full_order = _listed(open_)
-    counts, order = _listed(checked)
+    counts, order, full_counts, full_order = blocks or blocks_shown(visible, queries, keys, own)
     return BlockMask.from_kv_blocks(
         kv_num_blocks=counts,
         kv_indices=order,
@@ -203,7 +218,23 @@ def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool) -> BlockMask:
     )
 
 
-def _blocks_shown(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
+def blocks_shown(visible: Tensor, queries: int, keys: int, own: bool = False) -> Blocks:
+    """The blocks of keys that each block of queries reads: those to be checked, and those wholly open.
+
+    Worth working out once for all layers.
+    """
+    before, always = keys - queries, keys - visible.shape[1]
+    some, all_ = _some_and_all(visible, always)  # (B, columns)
+    first = torch.arange(0, queries, _BLOCK, device=visible.device)[:, None] + before  # a row's first query
+    last = (first + _BLOCK - 1).clamp(max=keys - 1)
+    starts = torch.arange(0, keys, _BLOCK, device=visible.device)
+    open_ = all_[:, None] & (starts + _BLOCK - 1 <= first)  # (B, rows, columns)
+    own_block = (starts <= last) & (starts + _BLOCK > first)
+    checked = (some[:, None] | own_block if own else some[:, None]) & (starts <= last) & ~open_
+    return *_listed(checked), *_listed(open_)
+
+
+def _some_and_all(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
     """Of which blocks of keys some, and of which all, may be seen: (B, columns) each."""
     shown = F.pad(visible, (always, 0), value=True)
     rest = -shown.shape[1] % _BLOCK

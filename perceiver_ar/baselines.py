@@ -62,8 +62,9 @@ class Transformer(Decoder):
     ) -> Tensor:
         visible = None if lengths is None else real(tokens, lengths)
         z, turn = self.embedding(tokens, positions), self.self_turn(positions)
+        blocks = self._blocks(visible, tokens.shape[1], tokens.shape[1])
         for block in self.self_attends:
-            z = self._run(block, z, None, (turn, turn), visible)
+            z = self._run(block, z, None, (turn, turn), visible, False, blocks)
         return z[:, -count:]
 
     def held(self, total: int) -> int:

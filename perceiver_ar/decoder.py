@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from perceiver_ar.attention import Rotation, rotation
+from perceiver_ar.attention import Blocks, Rotation, blocks_shown, rotation
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
 from perceiver_ar.pretrained import Pretrained
 
@@ -115,6 +115,10 @@ class Decoder(Pretrained):
             return None
         wavelength = config.max_wavelength or config.context
         return rotation(positions[..., 0], head_width, config.rotary_fraction, wavelength)
+
+    def _blocks(self, visible: Tensor | None, queries: int, keys: int, own: bool = False) -> Blocks | None:
+        """What flex attention, which a GPU may need for this, would else find out in every layer."""
+        return None if visible is None or not visible.is_cuda else blocks_shown(visible, queries, keys, own)
 
     def _run(self, block: nn.Module, *args: object) -> Tensor:
         if self.training and self.config.checkpoint_activations:

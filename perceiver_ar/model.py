@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perceiver_ar.attention import Rotation, attend, rotate
+from perceiver_ar.attention import Blocks, Rotation, attend, rotate
 from perceiver_ar.config import ModelConfig
 from perceiver_ar.decoder import Decoder, real
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
@@ -63,10 +63,11 @@ class Block(nn.Module):
         turns: Turns,
         visible: Tensor | None,
         own: bool = False,
+        blocks: Blocks | None = None,
         tokens: Tensor | None = None,
     ) -> Tensor:
         q, k, v = self.project(z, inputs, turns, tokens)
-        return self.update(z, attend(q, k, v, visible, own))
+        return self.update(z, attend(q, k, v, visible, own, blocks))
 
     def project(
         self, z: Tensor, inputs: Tensor | None, turns: Turns, tokens: Tensor | None = None
@@ -194,10 +195,14 @@ class PerceiverAR(Decoder):
             last = self.embedding(tokens[:, -count:], latents_positions)
         z = self.queries(last, latent_numbers(count, lengths, tokens.device))
         turns = self.cross_turn(latents_positions), self.cross_turn(positions)
-        z = self._run(self.cross_attend, z, inputs, turns, visible, False, of_table)
-        turn = self.self_turn(latents_positions)
+        blocks = self._blocks(visible, count, tokens.shape[1])
+        z = self._run(self.cross_attend, z, inputs, turns, visible, False, blocks, of_table)
+        turn, blocks = (
+            self.self_turn(latents_positions),
+            self._blocks(latents_visible, count, count, drop_latents),
+        )
         for block in self.self_attends:
-            z = self._run(block, z, None, (turn, turn), latents_visible, drop_latents)
+            z = self._run(block, z, None, (turn, turn), latents_visible, drop_latents, blocks)
         return z
 
     def cross_turn(self, positions: Tensor) -> Rotation | None:

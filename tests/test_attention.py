@@ -131,6 +131,23 @@ def as_blocks(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("keys", [3686, 16_384, 40_038, 131_071])
+def test_a_long_cross_attend_with_hidden_keys_on_the_gpu(keys: int) -> None:
+    # As cross-attend dropout makes them: only the last N can be hidden. By lists made before, and in the graph.
+    shape, visible = (4, 2, 1024, keys, 64), torch.rand(4, 1024, device="cuda") > 0.7
+    inputs = draw(shape, torch.bfloat16, "cuda")
+    wanted = attention._attend_by_rows(*(x.float() for x in inputs), visible, False)
+    compiled = torch.compile(attend, dynamic=False)
+    for blocks in (attention.blocks_shown(visible, 1024, keys), None):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        found = compiled(*leaves, visible, False, blocks)
+        found.sum().backward()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(found.float(), wanted, atol=0.02, rtol=0.05)
+        assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves)
+
+
+@pytest.mark.gpu
 def test_compiled_kernels_follow_changing_shapes() -> None:
     # Padded batches of a store: other lengths, and other numbers of keys that may be hidden, at each step.
     compiled = torch.compile(lambda q, k, v, visible, own: attend(q, k, v, visible, own))

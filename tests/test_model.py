@@ -117,7 +117,7 @@ def test_no_latent_sees_the_future_under_any_options(positions: Positions, queri
 
 
 def test_the_causality_check_finds_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leaky(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
+    def leaky(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
     monkeypatch.setattr(model_module, "attend", leaky)
