@@ -156,6 +156,7 @@ def evaluate(
     data: Path | None = None,
     plot: Path | None = None,
     compile: bool = False,
+    int8: bool = False,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -172,6 +173,7 @@ def evaluate(
         data: Another token store than the run was trained on.
         plot: Picture of the loss by position in the document.
         compile: Compile each block: on a GPU, faster after a minute's wait.
+        int8: Round the weights of the blocks to eight bits, to see what that costs.
     """
     import torch
 
@@ -179,6 +181,7 @@ def evaluate(
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import evaluate, predict
     from perceiver_ar.plots import check_picture, draw_positions
+    from perceiver_ar.quantized import quantize
     from perceiver_ar.report import progress_bar, show
     from perceiver_ar.run import check_vocabulary, load, open_source
 
@@ -187,6 +190,8 @@ def evaluate(
     model, task, before = load(run, str(pick_device(device)))
     source = open_source(task.name, task.to_dict(), data or before)
     check_vocabulary(source, model)
+    if int8:
+        quantize(model)
     if compile:
         compile_blocks(model)
     documents = source.documents(split)
@@ -279,6 +284,7 @@ def generate(
     repetition_penalty: float = 1.0,
     latents: int | None = None,
     seed: int = 0,
+    int8: bool = False,
     out: Path | None = None,
     device: Device = "auto",
     as_json: Json = False,
@@ -300,10 +306,12 @@ def generate(
         repetition_penalty: Above 1, tokens that came before become less likely.
         latents: How many to use at most. Default: as many as in training.
         seed: Another seed gives other samples.
+        int8: Keep the weights of the blocks in eight bits: half the memory.
         out: File to write to; several samples are numbered.
     """
     from perceiver_ar.device import best_dtype, pick_device
     from perceiver_ar.drawing import draw
+    from perceiver_ar.quantized import quantize
     from perceiver_ar.run import load
 
     if prompt is not None and prompt_file is not None:
@@ -313,6 +321,8 @@ def generate(
     where = pick_device(device)
     model, task, _ = load(run, str(where))
     model = model.to(best_dtype(where))
+    if int8:
+        quantize(model)
     given = (
         task.prompt_file(prompt_file, keep)
         if prompt_file is not None

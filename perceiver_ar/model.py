@@ -74,7 +74,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the latents (B, N, C); keys and values of the inputs (B, M, E) or the latents."""
         latents = self.norm(z)
-        if inputs is None and z.shape[1] > 1:
+        if inputs is None and z.shape[1] > 1 and isinstance(self.query, nn.Linear):
             return self._all_three(latents, turns)
         source = latents if inputs is None else inputs
         return self.ask(latents, turns[0]), *self.keys_values(source, turns[1], tokens)
