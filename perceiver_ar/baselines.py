@@ -208,6 +208,11 @@ class TransformerXL(Decoder):
             z = self._run(block, z, memory, distances, biases, open_)
         return z, Past(kept, None if visible is None else visible[:, gone:])
 
+    def blank(self, rows: int) -> Past:
+        """A memory of zeros, as long as a segment sees."""
+        like = self.norm.weight
+        return Past([(like.new_zeros(rows, self.reach, len(like)),)] * len(self.self_attends), None)
+
     def score_on(
         self, tokens: Tensor, targets: Tensor, past: Past | None, visible: Tensor | None
     ) -> tuple[Scores, Past]:

@@ -377,6 +377,8 @@ def reproduce(
     from perceiver_ar.reproduce.page import plan, table, write_page
 
     if report:
+        if name is not None:
+            raise ValueError("the report is of all studies: give no name.")
         write_page(list(studies.STUDIES.values()), out or Path("reproduction"), page)
         print(f"{page} is written.")
         return
@@ -392,8 +394,8 @@ def reproduce(
         raise ValueError("--all is for --scale smoke, and --report: others need data of their own each.")
     for study in studies.STUDIES.values() if name is None else [studies.get(name)]:
         named = Path(out or "reproduction") / f"{study.name}-{scale}"
-        folder = named if all or out is None else out
-        bench = studies.Bench(scale, folder, data, seeds, device, folder.parent)
+        folder, shared = (named, named.parent) if all or out is None else (out, None)
+        bench = studies.Bench(scale, folder, data, seeds, device, shared)
         if scale == "paper" and cell is None:
             print(plan(study, bench))
             continue

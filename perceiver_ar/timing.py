@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perceiver_ar.baselines import TransformerXL
 from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import autocast
@@ -51,12 +52,22 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[], None]:
-    """Forward, backward, and AdamW, fused on a GPU, in the precision of training."""
+    """Forward, backward, and AdamW, fused on a GPU, in the precision of training.
+
+    Transformer-XL is given its memory, as if the step before had left it.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    past = model.blank(len(tokens)) if isinstance(model, TransformerXL) else None
+
+    def nats() -> Tensor:
+        if past is None:
+            return model.nats(tokens, targets)
+        assert isinstance(model, TransformerXL)
+        return model.score_on(tokens[:, -targets.shape[1] :], targets, past, None)[0].nats
 
     def step() -> None:
         with autocast(tokens.device):
-            loss = model.nats(tokens, targets).mean()
+            loss = nats().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -74,7 +85,8 @@ def forward_flops(config: AnyModelConfig) -> float:
     logits = latents * width * config.vocab_size
     if isinstance(config, ModelConfig):
         wide = config.input_width
-        inputs = latents + round((config.context - latents) * (1 - config.cross_dropout))
+        dropped = config.cross_dropout if config.cross_dropout_scope != "latents" else 0.0
+        inputs = latents + round((config.context - latents) * (1 - dropped))
         mapped = 3 * latents * width * wide  # the queries' inputs, queries, output
         cross = 2 * inputs * wide**2 + mapped + 8 * latents * width**2
         seen = attention_flops(latents, inputs, wide) + config.layers * attention_flops(

@@ -1,5 +1,7 @@
 """Every table and figure runs as a command, keeps what is finished, and is told as it came out."""
 
+import inspect
+import itertools
 import json
 import re
 import sys
@@ -7,14 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from perceiver_ar import ModelConfig, PerceiverAR
 from perceiver_ar.cli import main
 from perceiver_ar.reproduce import STUDIES, Bench, Row, cells, get, machine, run
+from perceiver_ar.reproduce.materials import reordered
 from perceiver_ar.reproduce.page import plan, table, write_page
 from perceiver_ar.reproduce.study import Cell, Study, means
+from perceiver_ar.store import Store, write_store
+from perceiver_ar.tasks.image import ImageTask
 
 SAID: list[str] = []
 
@@ -29,9 +35,15 @@ def counted(name: str, done: list[str], nats: float = 1.0, settings: int = 0) ->
     return Cell(name, {"settings": settings}, work)
 
 
-def study_of(*cells: Cell, shows: bool = True) -> Study:
+def study_of(*cells: Cell, shows: bool | None = True) -> Study:
     return Study(
-        "a", "table 0", "A claim.", "How.", lambda b: list(cells), lambda rows: shows, ("context", "nats")
+        "a",
+        "table 0",
+        "A claim.",
+        "How.",
+        lambda b: list(cells),
+        lambda rows, scale: shows,
+        ("context", "nats"),
     )
 
 
@@ -43,7 +55,7 @@ def test_each_study_runs_at_the_scale_smoke(name: str, tmp_path: Path) -> None:
     assert done == wanted
     assert results["shown"] is None  # it proves the command, not the claim
     assert json.loads((tmp_path / "results.json").read_text()) == results
-    assert (tmp_path / "plot.png").exists()
+    assert (tmp_path / "plot.png").exists() == (get(name).drawn is not None)
     assert get(name).protocol in said[0]  # before anything runs
     figures = [value for row in results["rows"] for value in row["found"].values()]
     assert figures
@@ -117,7 +129,7 @@ def test_one_cell_can_be_run_alone(tmp_path: Path) -> None:
 
 
 def test_data_are_asked_for_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="image-order needs data: --data with images of 32"):
+    with pytest.raises(ValueError, match=r"image-order needs data: --data with images: .* --size 32"):
         run(get("image-order"), Bench("small", tmp_path), None, SAID.append)
     assert not any(tmp_path.iterdir())
 
@@ -135,26 +147,194 @@ def test_what_did_not_fit_into_memory_is_said() -> None:
 
 
 def test_the_page_tells_what_was_shown_and_what_was_not_run(tmp_path: Path) -> None:
-    for name, shows in (("yes", True), ("no", False)):
+    for name, shows in (("yes", True), ("no", False), ("perhaps", None)):
         study = replace(study_of(counted("one", []), shows=shows), name=name)
         run(study, Bench("small", tmp_path / f"{name}-small"), None, SAID.append)
-    studies = [replace(study_of(), name=name) for name in ("yes", "no", "never")]
+    studies = [replace(study_of(), name=name) for name in ("yes", "no", "perhaps", "never")]
     write_page(studies, tmp_path, tmp_path / "docs" / "page.md")
     page = (tmp_path / "docs" / "page.md").read_text()
     assert "| [yes](#yes) | table 0 | shown | not run |" in page
     assert "| [no](#no) | table 0 | not shown | not run |" in page
+    assert "| [perhaps](#perhaps) | table 0 | run; cannot be shown at this scale | not run |" in page
     assert "| [never](#never) | table 0 | not run | not run |" in page
     assert "../yes-small/plot.png" in page
 
 
-def test_a_depth_is_matched_to_a_measured_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def measured(config: ModelConfig, batch: int, bench: Bench) -> dict[str, float | None]:
-        return {"steps/s": 1 / (0.5 + 0.1 * config.layers)}
+def test_a_depth_is_matched_to_a_measured_speed() -> None:
+    for usual, depth in itertools.product((1, 2, 8), (1, 5, 8, 23)):
+        wanted = 0.52 + 0.1 * depth
+        assert cells.matching_depth(lambda layers: 0.5 + 0.1 * layers, wanted, usual) in (
+            depth,
+            min(depth, 4 * max(2, usual) + 1),
+        )
 
-    monkeypatch.setattr(cells, "steps_a_second", measured)
-    config = ModelConfig(259, 64, 16, layers=8)
-    for depth in (1, 5, 8, 23):
-        assert cells.matching_depth(config, 1 / (0.52 + 0.1 * depth), 4, Bench("small", tmp_path)) == depth
+
+def paper_rows(name: str) -> list[Row]:
+    """What the paper found, as the cells at its size would tell it."""
+    rows = []
+    for cell in get(name).cells(Bench("paper", Path("nowhere"), Path("store"))):
+        asks = inspect.getclosurevars(cell.work).nonlocals["asks"]
+        about = inspect.getclosurevars(cell.work).nonlocals["about"]
+        rows += [Row({**about, **ask.about, "seed": 0}, dict(ask.paper), ask.paper) for ask in asks]
+    return means(rows)
+
+
+def changed(rows: list[Row], figure: str, value: float, **about: Any) -> list[Row]:
+    """The same but for a figure of the rows that are about this."""
+    hit = [all(row.about.get(key) == wanted for key, wanted in about.items()) for row in rows]
+    assert any(hit)
+    return [
+        replace(row, found={**row.found, figure: value}) if yes else row
+        for row, yes in zip(rows, hit, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "value", "about"),
+    [
+        ("imagenet64", "bits/dim", 3.42, {}),
+        ("image-latents", "bits/dim", 3.9, {"latents": 16}),
+        ("image-latents", "bits/dim", 3.41, {"latents": 1536}),
+        ("image-latents", "minutes", 4.0, {"latents": 16}),
+        ("image-order", "bits/dim", 3.6, {"context": 1024, "order": "rgb"}),
+        ("image-order", "bits/dim", 4.5, {"context": 12_289, "order": "rgb"}),
+        ("pg19", "perplexity", 44.0, {"context": 4096}),
+        ("wikitext103", "perplexity", 17.0, {"model": "Transformer-XL"}),
+        ("wikitext103", "perplexity", 17.9, {"context": 8192}),
+        ("books-context", "perplexity", 14.9, {"context": 16_384}),
+        ("books-matched", "perplexity", 13.7, {"model": "Transformer-XL", "pace": "Perceiver AR at 16,384"}),
+        ("maestro", "nats", 1.83, {"version": "v1"}),
+        ("maestro", "nats", 1.91, {"version": "v3"}),
+        ("soundstream", "nats", 2.4, {"context": 8192, "bit rate": "12kbps"}),
+        ("soundstream", "nats", 2.6, {"context": 32_768, "bit rate": "12kbps"}),
+    ],
+)
+def test_the_paper_s_own_figures_show_its_claim_and_others_do_not(
+    name: str, figure: str, value: float, about: dict[str, Any]
+) -> None:
+    rows, shows = paper_rows(name), get(name).shows
+    if name == "image-latents":
+        rows = [row for row in rows if row.about["trained with"] == "fixed"]
+    assert shows(rows, "paper") is True
+    assert shows(changed(rows, figure, value, **about), "paper") is False
+
+
+def test_unequal_paces_show_nothing() -> None:
+    rows, shows = paper_rows("books-matched"), get("books-matched").shows
+    assert shows(changed(rows, "steps/s", 3.0, model="Transformer-XL"), "paper") is None
+
+
+def of(name: str, *found: tuple[dict[str, Any], dict[str, float | None]]) -> bool | None:
+    return get(name).shows([Row(about, figures) for about, figures in found], "small")
+
+
+def test_copies_and_dropout_show_what_they_should() -> None:
+    for right, shown in ((1.0, True), (0.9999, False)):
+        assert (
+            of(
+                "copy-length",
+                ({"length": 131_072}, {"accuracy": right}),
+                ({"length": 2**20}, {"accuracy": 0.5}),
+            )
+            is shown
+        )
+    for first, last, shown in ((0.0, 1.0, True), (1.0, 1.0, False), (0.0, 0.0, False), (0.0, 0.5, False)):
+        cells = [({"latents": n, "batch": b}, {"converged": last}) for n, b in ((8, 4), (4, 8), (8, 8))]
+        assert of("copy-targets", ({"latents": 4, "batch": 4}, {"converged": first}), *cells) is shown
+    for deep, shown in ((0.02, True), (0.2, False)):
+        rows = []
+        for kind, shallow, gain in (("cross", 0.1, deep), ("post-attention", 0.1, 0.3)):
+            for depth, gained in ((4, shallow), (16, gain)):
+                rows += [
+                    ({"kind": kind, "depth": depth, "dropout": d}, {"nats": 2 - gained * (d > 0)})
+                    for d in (0.0, 0.75)
+                ]
+        assert of("dropout", *rows) is shown
+
+
+def test_speed_shows_who_reaches_furthest() -> None:
+    def rows(**rates: list[float | None]) -> list[tuple[dict[str, Any], dict[str, float | None]]]:
+        names = {"ours": "Perceiver AR", "plain": "Transformer", "xl": "Transformer-XL"}
+        return [
+            ({"model": names[name], "context": 1024 * 4**i}, {"steps/s": rate})
+            for name, found in rates.items()
+            for i, rate in enumerate(found)
+        ]
+
+    assert (
+        of("speed", *rows(ours=[9, 8, 7, None], plain=[10, 2, None, None], xl=[9.5, 5, None, None])) is True
+    )
+    assert of("speed", *rows(ours=[9, 8, 7, None], plain=[10, 2, 1, None], xl=[9.5, 5, None, None])) is False
+    assert of("speed", *rows(ours=[9, 8, 7], plain=[10, 9, None], xl=[9.5, 5, None])) is False
+    assert of("speed", *rows(ours=[None, None], plain=[None, None], xl=[None, None])) is False
+    assert of("speed", *rows(ours=[9, 8], plain=[None, None], xl=[None, None])) is True
+
+
+def test_caching_shows_what_it_should() -> None:
+    def rows(slow: float, never: float) -> list[tuple[dict[str, Any], dict[str, float | None]]]:
+        modes = {"cached": 1.0, "no caching": slow}
+        return [
+            *(({"batch": b, "mode": mode}, {"ms/step": ms}) for b in (1, 16) for mode, ms in modes.items()),
+            ({"cache": "refreshed"}, {"nats": 1.0}),
+            ({"cache": "never refreshed"}, {"nats": never}),
+        ]
+
+    assert of("caching", *rows(2.5, 1.1)) is True
+    assert of("caching", *rows(1.5, 1.1)) is False
+    assert of("caching", *rows(2.5, 0.9)) is False
+
+
+def test_what_other_data_cannot_show_is_not_shown() -> None:
+    assert of("imagenet64", ({}, {"bits/dim": 3.0})) is None
+    assert of("piano", ({}, {"nats": 1.0})) is None
+    assert of("soundstream", ({"context": 8}, {"nats": 1.0})) is None
+    assert of("wikitext103", ({"context": 8}, {"perplexity": 1.0})) is None
+
+
+def image_store(folder: Path, size: int, seed: int) -> Path:
+    task = ImageTask(size)
+    pixels = np.random.default_rng(seed).integers(0, 256, (4, size, size, 3)).astype(np.uint8)
+    documents = [task.encode(image) for image in pixels]
+    write_store(folder, {"train": documents[:3], "validation": documents[3:]}, 259, "image", task.to_dict())
+    return folder
+
+
+def test_other_data_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    stores = [image_store(tmp_path / f"store-{seed}", 4, seed) for seed in range(2)]
+    for given in (0, 1, 1):
+        bench = Bench("small", tmp_path / "out", stores[given])
+        folder = reordered(bench, "rgb").find()
+        assert folder is not None
+        first = ImageTask(4, "rgb").decode(Store.open(folder).split("train").read(0))
+        wanted = ImageTask(4).decode(Store.open(stores[given]).split("train").read(0))
+        assert np.array_equal(first, wanted)
+    seals = {
+        cell.settings["data"]
+        for store in stores
+        for cell in get("image-order").cells(Bench("small", tmp_path, store))
+    }
+    assert len(seals) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [("image-order", 64, "has size 64, but 32 is needed"), ("maestro", 32, "of the task image, but music")],
+)
+def test_the_wrong_store_is_refused_before_anything_runs(
+    name: str, size: int, said: str, tmp_path: Path
+) -> None:
+    given = image_store(tmp_path / "store", size, 0)
+    with pytest.raises(ValueError, match=said):
+        run(get(name), Bench("small", tmp_path / "out", given), None, SAID.append)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "speed-small").mkdir()
+    for content in ("{", "{}", "[1]"):
+        (tmp_path / "speed-small/results.json").write_text(content)
+        with pytest.raises(ValueError, match=r"speed-small/results.json is damaged"):
+            write_page([get("speed")], tmp_path, tmp_path / "page.md")
 
 
 @pytest.mark.parametrize("length", [24, 64])
@@ -212,6 +392,7 @@ def test_the_command_lists_plans_runs_and_reports(
         (("--all",), "--all is for --scale smoke"),
         (("maestro",), "maestro needs data"),
         (("copy-length", "--seeds", "0"), "at least 1"),
+        (("copy-length", "--report"), "give no name"),
     ],
 )
 def test_mistakes_are_said_in_one_sentence(

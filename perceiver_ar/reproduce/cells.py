@@ -5,6 +5,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from perceiver_ar.config import AnyModelConfig, Experiment
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import pick_device
 from perceiver_ar.evaluation import evaluate
+from perceiver_ar.reproduce.materials import NONE, Data
 from perceiver_ar.reproduce.study import About, Bench, Cell, Found, Row
 from perceiver_ar.run import load, open_source
-from perceiver_ar.sealed import digest, read_sealed
+from perceiver_ar.sealed import digest, write_whole
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.timing import forget_peak, forward_flops, peak_gib, time_repeatedly, training_step
@@ -25,6 +27,8 @@ from perceiver_ar.training import train
 
 FLOPS = 4e14
 """Operations a second at which the cost of a run is reckoned: half of what an H200 multiplies in bf16."""
+MEANING = ("size", "levels", "codes")
+"""Settings of a task in which a store must be as an experiment says."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Ask:
     settings: dict[str, Any] = field(default_factory=dict)
     """Of `evaluate`: latents, stride, context."""
     paper: dict[str, float] = field(default_factory=dict)
+    at: str = ""
+    """The paper's own settings, where they are others."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,12 @@ class Trained:
     model: Decoder
     task: Task
     documents: Sequence[Document]
+    experiment: Experiment
     run: Path
 
 
 Figures = dict[str, Callable[[dict[str, Any]], float]]
+"""Names of what is found, and how it follows from the report of an evaluation."""
 More = Callable[[Trained, Ask, Path], Found]
 """What else there is to find out, in a folder of the cell's own."""
 
@@ -55,27 +63,36 @@ More = Callable[[Trained, Ask, Path], Found]
 def trained(
     about: About,
     experiment: Experiment,
-    data: Callable[[], Path | None],
+    data: Data,
     bench: Bench,
     figures: Figures,
     asks: Sequence[Ask] = (Ask(),),
     more: More | None = None,
-    adapt: Callable[[Experiment], Experiment] = lambda experiment: experiment,
+    beside: Experiment | None = None,
     documents: int | None = None,
     batch_size: int = 32,
+    counted: str = "",
 ) -> Iterator[Cell]:
     """Cells that train a model and ask it, one for each seed.
 
-    figures: names of what is found, and how it follows from the report of an evaluation. documents: only
-    so many of the validation split. adapt: what is settled only when the cell's turn comes.
+    beside: the model gets the depth at which it takes as many steps a second as that one. documents: only
+    so many of the validation split. counted: what must have been counted of that split.
     """
     for seed in range(bench.seeds):
         chosen = replace(experiment, train=replace(experiment.train, seed=seed))
-        asked = [[ask.about, ask.settings] for ask in asks]
-        settings = {"experiment": chosen.to_dict(), "asks": asked, "documents": documents}
+        settings = {
+            "experiment": chosen.to_dict(),
+            "asks": [[dict(ask.about), ask.settings] for ask in asks],
+            "documents": documents,
+            "data": data.seal,
+            "beside": None if beside is None else beside.to_dict(),
+        }
 
         def work(place: Path, chosen: Experiment = chosen, seed: int = seed) -> list[Row]:
-            found = finish(adapt(chosen), data(), bench)
+            folder = data.find()
+            if beside is not None:
+                chosen = as_fast(chosen, beside, folder, bench)
+            found = finish(chosen, folder, bench)
             if chosen.train.compile:
                 compile_blocks(found.model)
             if documents is not None:
@@ -88,10 +105,11 @@ def trained(
                 )
                 values: Found = {label: of(report) for label, of in figures.items()}
                 values |= more(found, ask, place) if more is not None else {}
-                rows.append(Row({**about, **ask.about, "seed": seed}, values, ask.paper))
+                rows.append(Row({**about, **ask.about, "seed": seed}, values, ask.paper, ask.at))
             return rows
 
-        yield Cell(named({**about, "seed": seed}), settings, work, hours(chosen))
+        check = partial(check_store, experiment, data, bench, counted)
+        yield Cell(named({**about, "seed": seed}), settings, work, hours(chosen), check)
 
 
 def named(about: About) -> str:
@@ -99,24 +117,39 @@ def named(about: About) -> str:
     return re.sub(r"[^\w.]+", "-", " ".join(f"{key} {value}" for key, value in about.items()))
 
 
+def check_store(experiment: Experiment, data: Data, bench: Bench, counted: str = "") -> None:
+    """Refuses a store of something else than what the experiment is about."""
+    if bench.scale == "smoke" or data is NONE:
+        return
+    assert bench.data is not None
+    meta = Store.open(bench.data).meta
+    if meta["task"] != experiment.task:
+        raise ValueError(
+            f"{bench.data} is a store of the task {meta['task']}, but {experiment.task} is needed."
+        )
+    for key in set(MEANING) & experiment.options.keys():
+        if meta["options"].get(key) != experiment.options[key]:
+            raise ValueError(
+                f"{bench.data} has {key} {meta['options'].get(key)}, but {experiment.options[key]} is "
+                "needed: prepare it so."
+            )
+    validation = meta["splits"].get("validation", {"tokens": 0})
+    if not validation["tokens"]:
+        raise ValueError(f"{bench.data} has no validation split: prepare it with one.")
+    if counted and not validation.get("counts", {}).get(counted):
+        raise ValueError(f"the {counted} of {bench.data} were not counted: prepare it from text.")
+
+
 def finish(experiment: Experiment, data: Path | None, bench: Bench) -> Trained:
     """Trains, or goes on where it was, or takes what another cell has trained alike on the same data."""
     seal = None if data is None else Store.open(data).meta
     run = bench.runs / digest({"experiment": experiment.to_dict(), "data": seal})[:16]
-    result = train(experiment, data, run, resume=(run / "config.json").exists(), device=bench.device)
+    result = train(experiment, data, run, resume=run.exists(), device=bench.device)
     if result["signal"] is not None:
         raise KeyboardInterrupt
     model, task, _ = load(run, str(pick_device(bench.device)))
     source = open_source(task.name, task.to_dict(), data)
-    return Trained(model, source.task, source.documents("validation"), run)
-
-
-def trained_steps_a_second(found: Trained) -> float:
-    """As they were in the training itself, but for its evaluations."""
-    lines = map(json.loads, (found.run / "metrics.jsonl").read_text().splitlines())
-    rates = [line["targets_per_second"] for line in lines if "targets_per_second" in line]
-    about = read_sealed(found.run / "config.json")["experiment"]
-    return statistics.median(rates) / about["train"]["batch_size"] / found.model.config.latents
+    return Trained(model, source.task, source.documents("validation"), experiment, run)
 
 
 def hours(experiment: Experiment) -> float:
@@ -125,22 +158,31 @@ def hours(experiment: Experiment) -> float:
     return work / FLOPS / 3600
 
 
-def timed(
-    about: About, config: AnyModelConfig, batch: int, bench: Bench, paper: dict[str, float] | None = None
-) -> Cell:
+def timed(about: About, config: AnyModelConfig, batch: int, bench: Bench) -> Cell:
     """A cell that times steps of training."""
 
     def work(place: Path) -> list[Row]:
-        return [Row(about, steps_a_second(config, batch, bench), paper or {})]
+        return [Row(about, steps_a_second(config, batch, bench))]
 
-    return Cell(
-        named(about), {"model": config.to_dict(), "kind": type(config).__name__, "batch": batch}, work
-    )
+    return Cell(named(about), _of_steps(config, batch, bench), work)
 
 
-def steps_a_second(config: AnyModelConfig, batch: int, bench: Bench, repeats: int = 5) -> Found:
-    """Of training, with its memory; None where that does not suffice."""
-    device = pick_device(bench.device)
+def _of_steps(config: AnyModelConfig, batch: int, bench: Bench) -> dict[str, Any]:
+    """All that decides how long a step takes."""
+    return {"kind": type(config).__name__, **config.to_dict(), "batch": batch, **bench.machine}
+
+
+def steps_a_second(config: AnyModelConfig, batch: int, bench: Bench) -> Found:
+    """Of training, with its memory; None where that does not suffice. Timed once, and kept."""
+    kept = bench.folder / "speeds" / f"{digest(_of_steps(config, batch, bench))[:16]}.json"
+    if not kept.exists():
+        found = _time_steps(config, batch, pick_device(bench.device))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, json.dumps(found).encode())
+    return json.loads(kept.read_text())
+
+
+def _time_steps(config: AnyModelConfig, batch: int, device: torch.device) -> Found:
     forget_peak(device)
     try:
         model = build(config).to(device).train()
@@ -148,28 +190,42 @@ def steps_a_second(config: AnyModelConfig, batch: int, bench: Bench, repeats: in
             compile_blocks(model)
         tokens = torch.randint(config.vocab_size, (batch, config.context), device=device)
         targets = torch.randint(config.vocab_size, (batch, config.latents), device=device)
-        seconds = time_repeatedly(training_step(model, tokens, targets), device, repeats)
+        step = training_step(model, tokens, targets)
+        seconds = time_repeatedly(step, device, repeats=5, in_a_row=3)
     except torch.OutOfMemoryError:
         return {"steps/s": None}
     memory = peak_gib(device)
     return {"steps/s": 1 / statistics.median(seconds), **({} if memory is None else {"GiB": memory})}
 
 
-def matching_depth(config: AnyModelConfig, rate: float, batch: int, bench: Bench) -> int:
-    """The depth at which a model takes as many steps a second, by timing a few.
+def as_fast(chosen: Experiment, beside: Experiment, data: Path | None, bench: Bench) -> Experiment:
+    """The experiment with the depth at which it takes as many steps a second as the other."""
+    assert data is not None
+    known, batch = Store.open(data).vocab_size, beside.train.batch_size
+
+    def seconds(model: AnyModelConfig) -> float:
+        rate = steps_a_second(replace(model, vocab_size=known), batch, bench)["steps/s"]
+        if rate is None:
+            raise ValueError(
+                f"a step of {model.layers} layers does not fit into memory: take a GPU with more of it."
+            )
+        return 1 / rate
+
+    depth = matching_depth(
+        lambda layers: seconds(replace(chosen.model, layers=layers)),
+        seconds(beside.model),
+        chosen.model.layers,
+    )
+    return replace(chosen, model=replace(chosen.model, layers=depth))
+
+
+def matching_depth(seconds: Callable[[int], float], wanted: float, usual: int) -> int:
+    """The depth whose step takes nearest to so many seconds.
 
     Time grows by as much with every layer, so two depths tell roughly, and two more exactly.
     """
-    times: dict[int, float] = {}
-
-    def seconds(depth: int) -> float:
-        if depth not in times:
-            found = steps_a_second(replace(config, layers=depth), batch, bench)["steps/s"]
-            times[depth] = 1 / found if found else float("inf")
-        return times[depth]
-
-    low, high = max(1, config.layers // 2), config.layers
-    each = (seconds(high) - seconds(low)) / max(1, high - low)
-    guess = low + (1 / rate - seconds(low)) / each if each > 0 else high
+    low, high = max(1, usual // 2), max(2, usual)
+    each = (seconds(high) - seconds(low)) / (high - low)
+    guess = low + (wanted - seconds(low)) / each if each > 0 else high
     below = min(max(1, int(guess)), 4 * high)
-    return min((below, below + 1), key=lambda depth: abs(seconds(depth) - 1 / rate))
+    return min((below, below + 1), key=lambda depth: abs(seconds(depth) - wanted))

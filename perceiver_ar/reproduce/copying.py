@@ -6,13 +6,10 @@ from operator import itemgetter
 from perceiver_ar import presets
 from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
 from perceiver_ar.reproduce.cells import Ask, Figures, trained
-from perceiver_ar.reproduce.study import Bench, Cell, Row, Study
+from perceiver_ar.reproduce.materials import NONE
+from perceiver_ar.reproduce.study import Bench, Cell, Row, Scale, Study
 
 ACCURACY: Figures = {"accuracy": itemgetter("accuracy")}
-
-
-def _none() -> None:
-    """No data are needed."""
 
 
 def _copy(
@@ -53,7 +50,7 @@ def _length(bench: Bench) -> list[Cell]:
         for cell in trained(
             {"length": length},
             experiment,
-            _none,
+            NONE,
             bench,
             ACCURACY,
             [Ask(paper=paper.get(length, {}))],
@@ -80,11 +77,12 @@ def _targets(bench: Bench) -> list[Cell]:
         model = replace(base.model, latents=latents * wide)
         train = replace(base.train, batch_size=batch * many // 2)
         about = {"latents": model.latents, "batch": train.batch_size}
-        ask = Ask(paper={"converged": converged})
+        at = "" if bench.scale == "paper" else f"{1024 * wide:,} latents, batch {64 * many}"
+        ask = Ask(paper={"converged": converged}, at=at)
         cells += trained(
             about,
             replace(base, model=model, train=train),
-            _none,
+            NONE,
             bench,
             {**ACCURACY, "converged": lambda report: float(report["accuracy"] > 0.99)},
             [ask],
@@ -92,16 +90,15 @@ def _targets(bench: Bench) -> list[Cell]:
     return cells
 
 
-def _all_copied(rows: list[Row]) -> bool:
-    return all((row.found["accuracy"] or 0) >= 0.999 for row in rows)
+def _all_copied(rows: list[Row], scale: Scale) -> bool:
+    """At the paper's length."""
+    return all(row.found["accuracy"] == 1 for row in rows if float(row.about["length"]) <= 131_072)
 
 
-def _more_targets_help(rows: list[Row]) -> bool:
-    """Either doubling helps where neither was done."""
-    by = {(row.about["latents"], row.about["batch"]): row.found["accuracy"] or 0 for row in rows}
-    (few, many), (small, large) = ({key[i] for key in by} for i in range(2))
-    few, many, small, large = min(few, many), max(few, many), min(small, large), max(small, large)
-    return min(by[many, small], by[few, large]) > by[few, small] + 0.01
+def _more_targets_converge(rows: list[Row], scale: Scale) -> bool:
+    """All but the one with the fewest of both, for every seed."""
+    first, *others = sorted(rows, key=lambda row: (row.about["latents"], row.about["batch"]))
+    return first.found["converged"] == 0 and all(row.found["converged"] == 1 for row in others)
 
 
 STUDIES = [
@@ -124,7 +121,7 @@ STUDIES = [
         "One layer, four trainings of as many steps, differing in latents and batch alone, without a "
         "curriculum. At `small` 512 tokens and 256 channels.",
         _targets,
-        _more_targets_help,
+        _more_targets_converge,
         ("latents", "accuracy"),
     ),
 ]

@@ -1,18 +1,18 @@
 """Music: nats by version, bit rate and context, and what dropout does at which depth."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from operator import itemgetter
 
 from perceiver_ar import presets
 from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
 from perceiver_ar.reproduce.cells import Ask, Figures, trained
 from perceiver_ar.reproduce.materials import CODES, LEVELS, part, store
-from perceiver_ar.reproduce.study import Bench, Cell, Row, Study
+from perceiver_ar.reproduce.study import Bench, Cell, Row, Scale, Study
 
 NATS: Figures = {"nats": itemgetter("nats")}
 MUSIC = "MIDI: perceiver-ar download maestro-v3 DIR; perceiver-ar prepare music DIR --out STORE"
-AUDIO = "recordings: perceiver-ar prepare audio FOLDER --out STORE --codec CODEC"
+AUDIO = "recordings: perceiver-ar prepare audio FOLDER --out STORE --codec CODEC --levels LEVELS"
 TINY = TrainConfig(steps=3, batch_size=2, warmup_steps=1)
 SHORT = TrainConfig(
     steps=2500,
@@ -32,7 +32,15 @@ def _events(bench: Bench) -> Experiment:
     if bench.scale == "smoke":
         return Experiment("music", "music", ModelConfig(391, 64, 32, channels=16, heads=1, layers=1), TINY)
     model = ModelConfig(
-        391, 4096, 2048, channels=512, heads=8, layers=10, cross_dropout=0.2, residual_dropout=0.15
+        391,
+        4096,
+        2048,
+        channels=512,
+        heads=8,
+        layers=10,
+        cross_dropout=0.5,
+        cross_dropout_scope="prefix",
+        residual_dropout=0.15,
     )
     return Experiment("music", "music", model, replace(SHORT, steps=6300), {"transpose": 5})
 
@@ -57,7 +65,8 @@ def _maestro(bench: Bench) -> list[Cell]:
 
 def _piano(bench: Bench) -> list[Cell]:
     experiment = presets.get("piano-32k") if bench.scale == "paper" else _events(bench)
-    return list(trained({}, experiment, store(bench, "music"), bench, NATS))
+    ask = Ask(paper={"nats": 1.24}, at="its own data, test set")
+    return list(trained({}, experiment, store(bench, "music"), bench, NATS, [ask]))
 
 
 def _sound(bench: Bench) -> list[Cell]:
@@ -109,15 +118,16 @@ def _dropout(bench: Bench) -> list[Cell]:
             for share in (0.0, 0.5, 0.75):
                 cross, residual = (share, 0.5) if kind == "cross" else (0.7, share)
                 model = replace(base.model, layers=depth, cross_dropout=cross, residual_dropout=residual)
+                model = replace(model, cross_dropout_scope="all")
                 about = {"kind": kind, "depth": depth, "dropout": share}
                 chosen = replace(base, model=model, train=train)
                 cells += trained(about, chosen, data, bench, NATS, documents=40)
     return cells
 
 
-def _depth_decides(rows: list[Row]) -> bool:
+def _depth_decides(rows: list[Row], scale: Scale) -> bool:
     """From the shallowest to the deepest, 0.75 gains less in the cross-attend, and more after attention."""
-    nats = {(r.about["kind"], r.about["depth"], r.about["dropout"]): r.found["nats"] or 99 for r in rows}
+    nats = {(r.about["kind"], r.about["depth"], r.about["dropout"]): r.found["nats"] or 0.0 for r in rows}
     depths = [depth for _, depth, _ in nats]
     gains = {
         (kind, depth): nats[kind, depth, 0.0] - nats[kind, depth, 0.75]
@@ -128,13 +138,19 @@ def _depth_decides(rows: list[Row]) -> bool:
     return cross and gains["post-attention", max(depths)] > gains["post-attention", min(depths)]
 
 
-def _at_most(nats: float) -> Callable[[list[Row]], bool]:
-    return lambda rows: all((row.found["nats"] or 99) <= nats for row in rows)
+def _as_good_as_the_paper_s(rows: list[Row], scale: Scale) -> bool:
+    """Each version that was run, to the digits that are printed."""
+    return all((row.found["nats"] or 99) < row.paper["nats"] + 0.005 for row in rows)
 
 
-def _longer_is_better(rows: list[Row]) -> bool:
-    found = sorted((row.about["context"], row.found["nats"] or 99) for row in rows)
-    return found[-1][1] < found[0][1]
+def _rates_and_contexts(rows: list[Row], scale: Scale) -> bool | None:
+    """At each context, more bits a second cost more nats a code; at each rate, 8k and 32k are within 0.06."""
+    if scale != "paper":  # of one rate alone
+        return None
+    nats = {(row.about["context"], row.about.get("bit rate", "")): row.found["nats"] or 0.0 for row in rows}
+    contexts, rates = (sorted({key[i] for key in nats}) for i in range(2))
+    rising = all(nats[c, a] < nats[c, b] for c in contexts for a, b in pairwise(rates))
+    return rising and all(abs(nats[contexts[0], rate] - nats[contexts[1], rate]) <= 0.06 for rate in rates)
 
 
 STUDIES = [
@@ -145,7 +161,7 @@ STUDIES = [
         "All validation pieces, stride N / 2, EOS not scored. At `small` 35M parameters on v3, 10 minutes, "
         "with transposition, which the paper does without.",
         _maestro,
-        _at_most(1.90),
+        _as_good_as_the_paper_s,
         ("version", "nats"),
         MUSIC,
     ),
@@ -156,7 +172,7 @@ STUDIES = [
         "Validation recordings, nats a code, stride N / 2. At `small` codes of Lyra, which has 16 values a "
         "code instead of 1,024, so that figures cannot be compared; a short and a long context.",
         _sound,
-        _longer_is_better,
+        _rates_and_contexts,
         ("context", "nats"),
         AUDIO,
     ),
@@ -176,10 +192,10 @@ STUDIES = [
         "piano",
         "section 5.7",
         "1.24 nats an event on 10,000 hours of transcribed piano.",
-        "The paper's data are private: this trains on any folder of MIDI.",
+        "The paper's data are private, so its claim cannot be tried: this trains on any folder of MIDI.",
         _piano,
-        _at_most(1.24),
-        ("context", "nats"),
+        lambda rows, scale: None,
+        None,
         "MIDI: perceiver-ar prepare music FOLDER --out STORE --min-events 1024 --max-events 32768",
     ),
 ]

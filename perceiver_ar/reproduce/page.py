@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from perceiver_ar.plots import new_figure
 from perceiver_ar.reproduce.study import Bench, Row, Study, is_done
 
 SPREAD = " (spread)"
@@ -19,28 +18,28 @@ def table(rows: Sequence[Row]) -> str:
         for part in ("about", "found", "paper")
     )
     names = [name for name in found if not name.endswith(SPREAD)]
-    heads = [*about, *(column for name in names for column in _columns(name, name in paper))]
+    heads = list(about)
+    for name in names:
+        heads += [name, "the paper's"] if name in paper else [name]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
         cells = [_number(row.about.get(key, "")) for key in about]
         for name in names:
-            spread = row.found.get(name + SPREAD)
-            cells.append(_found(row.found, name) + (f" ± {spread / 2:.2g}" if spread is not None else ""))
+            cells.append(_found(row, name))
             if name in paper:
-                cells.append(_number(row.paper.get(name, "")))
+                at = f" ({row.at})" if row.at and name in row.paper else ""
+                cells.append(_number(row.paper.get(name, "")) + at)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _columns(name: str, in_paper: bool) -> list[str]:
-    return [name, "the paper's"] if in_paper else [name]
-
-
-def _found(found: dict[str, float | None], name: str) -> str:
-    if name not in found:
+def _found(row: Row, name: str) -> str:
+    if name not in row.found:
         return ""
-    value = found[name]
-    return "out of memory" if value is None else _number(value)
+    value, spread = row.found[name], row.found.get(name + SPREAD)
+    if value is None:
+        return "out of memory"
+    return _number(value) + (f" ± {spread / 2:.2g}" if spread else "")
 
 
 def _number(value: str | float) -> str:
@@ -52,43 +51,59 @@ def _number(value: str | float) -> str:
 
 
 def draw(study: Study, rows: Sequence[Row], path: Path) -> None:
-    """The study's figure over what it is drawn over, a line for each of what else rows are about."""
-    over, figure = study.drawn
-    lines: dict[str, list[tuple[Any, float]]] = {}
-    for row in rows:
-        x, y = {**row.about, **row.found}.get(over), row.found.get(figure)
-        if x is not None and y is not None:
-            names = [study.by] if study.by else [key for key in row.about if key != over]
-            label = ", ".join(f"{key} {row.about[key]}" for key in names)
-            lines.setdefault(label, []).append((x, y))
-    picture, axes = new_figure(xlabel=over, ylabel=figure)
+    """The study's figure over what it is drawn over, where there is something to draw, and matplotlib."""
+    lines = _lines(study, rows)
+    if not lines:
+        return
+    try:
+        from perceiver_ar.plots import new_figure
+
+        picture, axes = new_figure(**dict(zip(("xlabel", "ylabel"), study.drawn or (), strict=True)))
+    except ImportError:
+        return
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label or None)
     numbers = [x for points in lines.values() for x, _ in points]
-    if (
-        not any(isinstance(x, str) for x in numbers)
-        and max(numbers, default=0) > 8 * min(numbers, default=1) > 0
-    ):
+    if not any(isinstance(x, str) for x in numbers) and max(numbers) > 8 * min(numbers) > 0:
         axes.set_xscale("log", base=2)
     if any(lines):
         axes.legend(fontsize="small")
     picture.savefig(path, dpi=150)
 
 
+def _lines(study: Study, rows: Sequence[Row]) -> dict[str, list[tuple[Any, float]]]:
+    """Points by what else their rows are about, or by what the study says."""
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    if study.drawn is None:
+        return lines
+    over, figure = study.drawn
+    for row in rows:
+        x, y = {**row.about, **row.found}.get(over), row.found.get(figure)
+        if x is not None and y is not None:
+            names = [study.by] if study.by else [key for key in row.about if key != over]
+            label = ", ".join(f"{key} {row.about[key]}" for key in names)
+            lines.setdefault(label, []).append((x, y))
+    return lines
+
+
 def plan(study: Study, bench: Bench) -> str:
     """What there is to run, and what it costs."""
     cells = study.cells(bench)
-    lines = [f"{'cell':40} {'GPU-hours':>12}"]
+    lines = [f"{'cell':60} {'GPU-hours':>12}"]
     for cell in cells:
         state = "done" if is_done(cell, bench) else f"{cell.hours:,.0f}" if cell.hours >= 1 else "below 1"
-        lines.append(f"{cell.name:40} {state:>12}")
+        lines.append(f"{cell.name:60} {state:>12}")
     left = sum(cell.hours for cell in cells if not is_done(cell, bench))
-    lines.append(f"{'to be run':40} {left:>12,.0f}")
-    lines.append(
-        f"Run one by one, where there is a GPU: perceiver-ar reproduce {study.name} --scale {bench.scale}"
-        f"{' --data STORE' if study.needs else ''} --out {bench.folder} --cell CELL"
-    )
+    lines.append(f"{'to be run':60} {left:>12,.0f}")
+    lines.append(f"Run one by one, where there is a GPU: {_command(study, bench.scale)} --out {bench.folder}")
+    lines[-1] += (f" --seeds {bench.seeds}" if bench.seeds > 1 else "") + " --cell CELL"
+    if study.needs:
+        lines.append(f"STORE: {study.needs_at(bench.scale)}")
     return "\n".join(lines)
+
+
+def _command(study: Study, scale: str) -> str:
+    return f"perceiver-ar reproduce {study.name} --scale {scale}" + (" --data STORE" if study.needs else "")
 
 
 def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
@@ -107,7 +122,7 @@ def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
         verdicts = [_verdict(results) for results in found.values()]
         head.append(f"| [{study.name}](#{study.name}) | {study.where} | {' | '.join(verdicts)} |")
         body += ["", f"## {study.name}", "", f"**The paper ({study.where}):** {study.claim}", ""]
-        body += [f"**How:** {study.protocol}", ""]
+        body += [f"**How:** {study.protocol}"]
         for scale, results in found.items():
             if results is not None:
                 body += _section(study, folder / f"{study.name}-{scale}", page, results)
@@ -117,24 +132,34 @@ def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
 
 def _results(folder: Path) -> dict[str, Any] | None:
     path = folder / "results.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        missing = {"rows", "whole", "shown", "cells", "seconds", "machines"} - found.keys()
+    except (ValueError, AttributeError):
+        missing = {"rows"}
+    if missing:
+        raise ValueError(f"{path} is damaged: remove it, and run its study again.")
+    return found if found["rows"] else None
 
 
 def _verdict(results: dict[str, Any] | None) -> str:
-    if results is None or not results["rows"]:
+    if results is None:
         return "not run"
-    if results["shown"] is None:
+    if not results["whole"]:
         return f"not all run ({results['cells']} cells)"
-    return "shown" if results["shown"] else "not shown"
+    return {True: "shown", False: "not shown", None: "run; cannot be shown at this scale"}[results["shown"]]
 
 
 def _section(study: Study, folder: Path, page: Path, results: dict[str, Any]) -> list[str]:
     """What was found at one scale."""
     cost = f"{results['seconds'] / 60:,.0f} minutes on {'; '.join(results['machines'])}"
     rows = [Row(**row) for row in results["rows"]]
-    lines = [f"**At `{results['scale']}`: {_verdict(results)}.** {results['cells']} cells, {cost}.", ""]
-    lines += [f"    perceiver-ar reproduce {study.name} --scale {results['scale']}", "", table(rows), ""]
+    lines = ["", f"**At `{results['scale']}`: {_verdict(results)}.** {results['cells']} cells, {cost}.", ""]
+    lines += [f"    {_command(study, results['scale'])}", "", table(rows)]
     plot = folder / "plot.png"
+    draw(study, rows, plot)
     if plot.exists():
-        lines += [f"![{study.drawn[1]}]({os.path.relpath(plot, page.parent)})", ""]
+        lines += ["", f"![{study.name}]({os.path.relpath(plot, page.parent)})"]
     return lines

@@ -13,6 +13,7 @@ import torch
 
 from perceiver_ar.device import describe, pick_device
 from perceiver_ar.sealed import digest, read_sealed, write_sealed, write_whole
+from perceiver_ar.store import Store
 
 Scale = Literal["smoke", "small", "paper"]
 About = Mapping[str, str | float]
@@ -27,6 +28,8 @@ class Row:
     found: Found
     """None: it did not fit into memory."""
     paper: dict[str, float] = field(default_factory=dict)
+    at: str = ""
+    """Where the paper's settings, beside which these stand, are others: those."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Cell:
     """Does it, in a folder of its own."""
     hours: float = 0.0
     """Of one GPU, roughly."""
+    check: Callable[[], None] = lambda: None
+    """Refuses what could not be run to its end."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,19 @@ class Bench:
     def runs(self) -> Path:
         return (self.shared or self.folder) / "runs"
 
+    @property
+    def seal(self) -> str:
+        """What changes when the data do."""
+        if self.data is None or not (self.data / "meta.json").exists():
+            return self.scale
+        return digest(Store.open(self.data).meta)[:16]
+
+    @property
+    def machine(self) -> dict[str, str]:
+        """What it runs on."""
+        device = describe(pick_device(self.device))
+        return {"device": device, "torch": torch.__version__, "python": platform.python_version()}
+
 
 @dataclass(frozen=True)
 class Study:
@@ -70,34 +88,39 @@ class Study:
     protocol: str
     """Said before anything runs."""
     cells: Callable[[Bench], list[Cell]]
-    shows: Callable[[list[Row]], bool]
-    """Whether rows, means over seeds, show the claim."""
-    drawn: tuple[str, str]
+    shows: Callable[[list[Row], Scale], bool | None]
+    """Whether rows, means over seeds, show the claim; None: they cannot, at that scale."""
+    drawn: tuple[str, str] | None
     """What is drawn: a figure over another, or over something that rows are about."""
-    needs: str = ""
+    needs: str | Mapping[str, str] = ""
     """What --data must be, where data are needed."""
     by: str = ""
     """What the lines of the drawing differ in. Default: all that rows are about."""
+
+    def needs_at(self, scale: Scale) -> str:
+        return self.needs if isinstance(self.needs, str) else self.needs[scale]
 
 
 def run(study: Study, bench: Bench, only: str | None, say: Callable[[str], None]) -> dict[str, Any]:
     """Runs the cells that are not done yet, and writes what there is after each."""
     if bench.scale != "smoke" and study.needs and bench.data is None:
-        raise ValueError(f"{study.name} needs data: --data with {study.needs}")
+        raise ValueError(f"{study.name} needs data: --data with {study.needs_at(bench.scale)}")
     cells = study.cells(bench)
     if only is not None:
         named = [cell for cell in cells if cell.name == only]
         if not named:
             raise ValueError(f"{study.name} has no cell '{only}', but {', '.join(c.name for c in cells)}.")
         cells = named
+    done = {cell.name for cell in cells if is_done(cell, bench)}
+    for cell in cells:
+        if cell.name not in done:
+            cell.check()
     say(f"{study.name} ({study.where}), {bench.scale}.\nThe claim: {study.claim}\nHow: {study.protocol}")
     for index, cell in enumerate(cells, 1):
-        if is_done(cell, bench):
-            say(f"{index} of {len(cells)}: {cell.name}: done before.")
-            continue
-        say(f"{index} of {len(cells)}: {cell.name}")
-        do(cell, bench)
-        write_results(study, bench)
+        say(f"{index} of {len(cells)}: {cell.name}" + (": done before." if cell.name in done else ""))
+        if cell.name not in done:
+            do(cell, bench)
+            write_results(study, bench)
     return write_results(study, bench)
 
 
@@ -106,12 +129,13 @@ def kept(cell: Cell, bench: Bench) -> Path:
 
 
 def is_done(cell: Cell, bench: Bench) -> bool:
-    """Whether a cell was run, with these very settings."""
+    """Whether a cell was run, with these very settings and data."""
     if not kept(cell, bench).exists():
         return False
     if read_sealed(kept(cell, bench))["settings"] != digest(cell.settings):
         raise ValueError(
-            f"{kept(cell, bench)} was run with other settings: remove it, or choose another --out."
+            f"{kept(cell, bench)} was run with other settings, data or machine: remove it, or choose "
+            "another --out."
         )
     return True
 
@@ -122,14 +146,8 @@ def do(cell: Cell, bench: Bench) -> None:
     place.mkdir(parents=True, exist_ok=True)
     began = time.time()
     rows = cell.work(place)
-    about = {"settings": digest(cell.settings), "seconds": time.time() - began, **machine(bench)}
+    about = {"settings": digest(cell.settings), "seconds": time.time() - began, **bench.machine}
     write_sealed(kept(cell, bench), {**about, "rows": [vars(row) for row in rows]})
-
-
-def machine(bench: Bench) -> dict[str, str]:
-    """What it ran on."""
-    device = describe(pick_device(bench.device))
-    return {"device": device, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def write_results(study: Study, bench: Bench) -> dict[str, Any]:
@@ -143,7 +161,8 @@ def write_results(study: Study, bench: Bench) -> dict[str, Any]:
     results = {
         "study": study.name,
         "scale": bench.scale,
-        "shown": study.shows(rows) if whole and bench.scale != "smoke" else None,
+        "whole": whole,
+        "shown": study.shows(rows, bench.scale) if whole and bench.scale != "smoke" else None,
         "cells": f"{len(done)} of {len(cells)}",
         "seconds": sum(cell["seconds"] for cell in done),
         "machines": sorted({f"{cell['device']}, torch {cell['torch']}" for cell in done}),
@@ -152,8 +171,7 @@ def write_results(study: Study, bench: Bench) -> dict[str, Any]:
     bench.folder.mkdir(parents=True, exist_ok=True)
     write_whole(bench.folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
     write_whole(bench.folder / "table.md", (table(rows) + "\n").encode())
-    if rows:
-        draw(study, rows, bench.folder / "plot.png")
+    draw(study, rows, bench.folder / "plot.png")
     return results
 
 
@@ -166,7 +184,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
     merged = []
     for key, group in groupby(sorted(rows, key=lambda row: _order(rest(row))), key=rest):
         same = list(group)
-        merged.append(Row(key, dict(_merged(same)), same[0].paper))
+        merged.append(Row(key, dict(_merged(same)), same[0].paper, same[0].at))
     return merged
 
 
@@ -177,8 +195,7 @@ def _order(about: About) -> list[tuple[str, bool, str | float]]:
 
 def _merged(rows: Sequence[Row]) -> Iterator[tuple[str, float | None]]:
     for name in rows[0].found:
-        values = [row.found[name] for row in rows if row.found.get(name) is not None]
-        numbers = [value for value in values if value is not None]
+        numbers = [value for row in rows if (value := row.found.get(name)) is not None]
         yield name, sum(numbers) / len(numbers) if numbers else None
         if len(numbers) > 1:
             yield f"{name} (spread)", max(numbers) - min(numbers)
