@@ -218,10 +218,12 @@ def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool, blocks: Blocks
     )
 
 
+@torch.compiler.disable
 def blocks_shown(visible: Tensor, queries: int, keys: int, own: bool = False) -> Blocks:
     """The blocks of keys that each block of queries reads: those to be checked, and those wholly open.
 
-    Worth working out once for all layers.
+    Worked out once for all layers, and not compiled: with 40,000 keys what inductor made of it led flex
+    attention to read where nothing is (torch 2.11; benchmarks/RESULTS.md).
     """
     before, always = keys - queries, keys - visible.shape[1]
     some, all_ = _some_and_all(visible, always)  # (B, columns)
@@ -243,15 +245,9 @@ def _some_and_all(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the columns (B, rows, columns) are set in each row, and all, those that are first.
-
-    Not by sorting, for which triton compiles a kernel for many minutes.
-    """
-    counts = blocks.sum(-1, dtype=torch.int32)
-    before = blocks.cumsum(-1, dtype=torch.int32) - 1
-    columns = torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device).expand_as(before)
-    place = torch.where(blocks, before, counts[..., None] + columns - before - 1)
-    return counts[:, None], torch.empty_like(before).scatter(-1, place.long(), columns)[:, None]
+    """How many of the columns (B, rows, columns) are set in each row, and all, those that are first."""
+    order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
 def _attend_by_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:

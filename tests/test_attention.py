@@ -133,7 +133,7 @@ def as_blocks(counts: Tensor, indices: Tensor) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [3686, 16_384, 40_038, 131_071])
 def test_a_long_cross_attend_with_hidden_keys_on_the_gpu(keys: int) -> None:
-    # As cross-attend dropout hides them: only the last N. By lists that are made before, or in the graph.
+    # As cross-attend dropout hides them: only the last N. By lists that are made before, or on the way.
     shape, visible = (4, 2, 1024, keys, 64), torch.rand(4, 1024, device="cuda") > 0.7
     inputs = draw(shape, torch.bfloat16, "cuda")
     wanted = attention._attend_by_rows(*(x.float() for x in inputs), visible, False)
