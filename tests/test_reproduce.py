@@ -15,7 +15,7 @@ import torch
 
 from perceiver_ar import ModelConfig, PerceiverAR
 from perceiver_ar.cli import main
-from perceiver_ar.reproduce import STUDIES, Bench, Row, cells, get, machine, run
+from perceiver_ar.reproduce import STUDIES, Bench, Row, caching, cells, get, run
 from perceiver_ar.reproduce.materials import reordered
 from perceiver_ar.reproduce.page import plan, table, write_page
 from perceiver_ar.reproduce.study import Cell, Study, means
@@ -343,7 +343,7 @@ def test_never_refreshing_is_another_thing_once_latents_run_out(length: int) -> 
     config = ModelConfig(33, 64, 24, channels=32, heads=2, layers=3)
     model, tokens = PerceiverAR(config), torch.randint(33, (2, length))
     torch.nn.init.normal_(model.output.weight)
-    refreshed, never = (machine.nats_one_by_one(model, tokens, wanted) for wanted in (True, False))
+    refreshed, never = (caching.nats_one_by_one(model, tokens, wanted) for wanted in (True, False))
     if length == 24:  # 12 latents, and 12 more
         assert refreshed == pytest.approx(never, abs=1e-5)
     else:
@@ -357,7 +357,7 @@ def test_nats_one_by_one_are_those_of_a_plain_forward_while_latents_suffice() ->
     torch.nn.init.normal_(model.output.weight)
     with torch.no_grad():
         plain = model.nats(tokens[:, :-1], tokens[:, 1:])[:, 11:].mean()
-    assert machine.nats_one_by_one(model, tokens, refreshed=True) == pytest.approx(float(plain), abs=1e-5)
+    assert caching.nats_one_by_one(model, tokens, refreshed=True) == pytest.approx(float(plain), abs=1e-5)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:

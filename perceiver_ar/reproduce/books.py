@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from perceiver_ar import presets
-from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, TrainConfig, TransformerXLConfig
+from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, TransformerXLConfig
 from perceiver_ar.reproduce.cells import Ask, Figures, More, Trained, steps_a_second, trained
 from perceiver_ar.reproduce.materials import store
+from perceiver_ar.reproduce.recipes import recipe
 from perceiver_ar.reproduce.study import Bench, Cell, Found, Row, Scale, Study
 
 PERPLEXITY: Figures = {"perplexity": itemgetter("perplexity")}
@@ -23,15 +24,6 @@ WORDS = (
 )
 CONTEXTS = {"paper": (1024, 4096, 8192, 16_384), "small": (512, 1024, 2048, 4096), "smoke": (16, 32)}
 SHORT = {1024: "1k", 2048: "2k", 4096: "4k", 8192: "8k", 16_384: "16k"}
-
-
-def _train(bench: Bench) -> TrainConfig:
-    if bench.scale == "smoke":
-        return TrainConfig(steps=2, batch_size=2, warmup_steps=1, log_every=1)
-    settings: dict[str, Any] = {"steps": 1500, "batch_size": 32, "learning_rate": 1.5e-3, "warmup_steps": 150}
-    settings |= {"schedule": "cosine", "weight_decay": 0.1, "betas": (0.9, 0.98)}
-    settings |= {"compile": True, "log_every": 100}
-    return TrainConfig(**settings)
 
 
 def _book(bench: Bench, context: int) -> Experiment:
@@ -50,7 +42,7 @@ def _book(bench: Bench, context: int) -> Experiment:
         queries="inputs",
         residual_dropout=0.1 if small else 0.0,
     )
-    return Experiment("books", "text", model, _train(bench))
+    return Experiment("books", "text", model, recipe(bench.scale, 1500, learning_rate=1.5e-3))
 
 
 def _paper(bench: Bench, context: int, **figures: float) -> Ask:

@@ -4,17 +4,17 @@ import time
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from perceiver_ar import presets
-from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
+from perceiver_ar.config import Experiment, ModelConfig
 from perceiver_ar.device import best_dtype
 from perceiver_ar.generation import generate
 from perceiver_ar.reproduce.cells import Ask, Figures, Trained, trained
 from perceiver_ar.reproduce.materials import SIZE, reordered, store
+from perceiver_ar.reproduce.recipes import recipe
 from perceiver_ar.reproduce.study import Bench, Cell, Found, Row, Scale, Study
 from perceiver_ar.tasks.image import ImageTask, Order
 
@@ -25,10 +25,9 @@ PAPER_BITS = {16: 3.5664, 64: 3.4946, 512: 3.4139, 1024: 3.4025, 1536: 3.3986, 2
 PAPER_MINUTES = {16: 1.99, 64: 2.02, 512: 2.81, 1024: 3.68, 1536: 4.69, 2048: 5.88, 4096: 12.28}
 
 
-def _image(bench: Bench, size: int, context: int, latents: int, **train: Any) -> Experiment:
+def _image(bench: Bench, size: int, context: int, latents: int, steps: int) -> Experiment:
     """The model of all trainings at small and smoke."""
     small = bench.scale == "small"
-    axes = (size + 2, size + 2, 5)
     model = ModelConfig(
         259,
         context,
@@ -37,14 +36,10 @@ def _image(bench: Bench, size: int, context: int, latents: int, **train: Any) ->
         heads=8 if small else 1,
         layers=8 if small else 1,
         positions="axial",
-        axes=axes,
+        axes=(size + 2, size + 2, 5),
     )
-    settings: dict[str, Any] = {"steps": 3, "batch_size": 2, "warmup_steps": 1}
-    if small:
-        settings = {"steps": 2500, "batch_size": 32, "learning_rate": 1.2e-3, "warmup_steps": 200}
-        settings |= {"compile": True, "ema": 0.998}
-    chosen = TrainConfig(schedule="cosine", log_every=100, **settings | train)
-    return Experiment("image", "image", model, chosen, {"size": size, "order": "raster"})
+    train = recipe(bench.scale, steps, ema=0.998)
+    return Experiment("image", "image", model, train, {"size": size, "order": "raster"})
 
 
 def _density(bench: Bench) -> list[Cell]:
@@ -53,9 +48,7 @@ def _density(bench: Bench) -> list[Cell]:
     else:
         size = 64 if bench.scale == "small" else SIZE
         latents = 1024 if bench.scale == "small" else 16
-        experiment = _image(
-            bench, size, 3 * size**2 + 1, latents, **({"steps": 6000} if bench.scale == "small" else {})
-        )
+        experiment = _image(bench, size, 3 * size**2 + 1, latents, 6000)
     ask = Ask(paper={"bits/dim": 3.40}, at="" if bench.scale == "paper" else "another model and other images")
     return list(trained({}, experiment, store(bench, "image"), bench, BITS, [ask], _sheets))
 
@@ -100,9 +93,8 @@ def _by_latents(bench: Bench) -> list[Cell]:
         fixed, counts = presets.get("imagenet64"), tuple(PAPER_BITS)
         stands = {count: count for count in counts}
     else:
-        small = bench.scale == "small"
-        size, latents = (32, 256) if small else (SIZE, 16)
-        fixed = _image(bench, size, 3 * size**2 + 1, latents, **({"steps": 5000} if small else {}))
+        size, latents = (32, 256) if bench.scale == "small" else (SIZE, 16)
+        fixed = _image(bench, size, 3 * size**2 + 1, latents, 5000)
         stands = {count * latents // 1024 or 1: count for count in PAPER_BITS}
     latents = fixed.model.latents
     varied = replace(fixed, train=replace(fixed.train, latents_drawn=(latents // 8, latents // 2, latents)))
@@ -150,7 +142,7 @@ def _by_order(bench: Bench) -> list[Cell]:
         else:
             size, latents = (32, 256) if bench.scale == "small" else (SIZE, 16)
             context = latents if reach == "short" else 3 * size**2 + 1
-            experiment = _image(bench, size, context, latents)
+            experiment = _image(bench, size, context, latents, 2500)
         about = {"context": experiment.model.context, "order": order}
         at = "" if bench.scale == "paper" else f"context {1024 if reach == 'short' else 12_289:,}, 64 x 64"
         ask = Ask(paper={"bits/dim": bits}, at=at)

@@ -5,32 +5,22 @@ from itertools import pairwise
 from operator import itemgetter
 
 from perceiver_ar import presets
-from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
+from perceiver_ar.config import Experiment, ModelConfig
 from perceiver_ar.reproduce.cells import Ask, Figures, trained
 from perceiver_ar.reproduce.materials import CODES, LEVELS, part, store
+from perceiver_ar.reproduce.recipes import recipe
 from perceiver_ar.reproduce.study import Bench, Cell, Row, Scale, Study
 
 NATS: Figures = {"nats": itemgetter("nats")}
 MUSIC = "MIDI: perceiver-ar download maestro-v3 DIR; perceiver-ar prepare music DIR --out STORE"
 AUDIO = "recordings: perceiver-ar prepare audio FOLDER --out STORE --codec CODEC --levels LEVELS"
-TINY = TrainConfig(steps=3, batch_size=2, warmup_steps=1)
-SHORT = TrainConfig(
-    steps=2500,
-    batch_size=32,
-    learning_rate=1.2e-3,
-    warmup_steps=200,
-    schedule="cosine",
-    weight_decay=0.1,
-    betas=(0.9, 0.98),
-    ema=0.999,
-    compile=True,
-    log_every=100,
-)
 
 
 def _events(bench: Bench) -> Experiment:
     if bench.scale == "smoke":
-        return Experiment("music", "music", ModelConfig(391, 64, 32, channels=16, heads=1, layers=1), TINY)
+        return Experiment(
+            "music", "music", ModelConfig(391, 64, 32, channels=16, heads=1, layers=1), recipe("smoke", 2)
+        )
     model = ModelConfig(
         391,
         4096,
@@ -42,7 +32,7 @@ def _events(bench: Bench) -> Experiment:
         cross_dropout_scope="prefix",
         residual_dropout=0.15,
     )
-    return Experiment("music", "music", model, replace(SHORT, steps=6300), {"transpose": 5})
+    return Experiment("music", "music", model, recipe(bench.scale, 6000, ema=0.999), {"transpose": 5})
 
 
 def _maestro(bench: Bench) -> list[Cell]:
@@ -100,7 +90,7 @@ def _sound(bench: Bench) -> list[Cell]:
             if small
             else ModelConfig(LEVELS * CODES + 3, context, 16, channels=16, heads=1, layers=1)
         )
-        experiment = Experiment("audio", "audio", model, SHORT if small else TINY)
+        experiment = Experiment("audio", "audio", model, recipe(bench.scale, 2500, ema=0.999))
         cells += trained({"context": context}, experiment, store(bench, "audio"), bench, NATS)
     return cells
 

@@ -1,99 +1,47 @@
-"""What running costs: training by context for three architectures, generation with and without a cache."""
+"""What a cache saves in drawing, and what one that is never refreshed costs in loss."""
 
 import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from perceiver_ar import presets
+from perceiver_ar.architectures import compile_blocks
 from perceiver_ar.caching import Cache, decode_at, prefill, step, through
-from perceiver_ar.config import (
-    AnyModelConfig,
-    Experiment,
-    ModelConfig,
-    TrainConfig,
-    TransformerConfig,
-    TransformerXLConfig,
-)
+from perceiver_ar.config import Experiment, ModelConfig
 from perceiver_ar.device import best_dtype, pick_device
 from perceiver_ar.generation import generate
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.presets import BYTES
-from perceiver_ar.reproduce.cells import check_store, finish, hours, named, timed
+from perceiver_ar.reproduce.cells import check_store, finish, hours, named
 from perceiver_ar.reproduce.materials import store
+from perceiver_ar.reproduce.recipes import recipe
 from perceiver_ar.reproduce.study import Bench, Cell, Row, Scale, Study
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.image import ImageTask
 from perceiver_ar.timing import synchronize
 
 
-def _models(context: int, latents: int, **sizes: Any) -> dict[str, AnyModelConfig]:
-    """Three that see as much, with as many layers of one width."""
-    memory: dict[str, Any] = {"memory": context - latents, "evaluation_memory": context - latents}
-    return {
-        "Transformer": TransformerConfig(BYTES, context, **sizes),
-        "Transformer-XL": TransformerXLConfig(BYTES, latents, **memory, **sizes),
-        "Perceiver AR": ModelConfig(BYTES, context, latents, **sizes),
-    }
-
-
-def _speed(bench: Bench) -> list[Cell]:
-    """Longer and longer contexts; what does not fit is a result, too."""
-    sizes: dict[str, int] = {"channels": 1024, "heads": 16, "layers": 6}
-    contexts, latents, batch = [1024 << i for i in range(0, 11, 2)], 1024, 4
-    if bench.scale == "smoke":
-        sizes, contexts, latents, batch = {"channels": 16, "heads": 1, "layers": 1}, [16, 32], 16, 2
-    return [
-        timed({"model": name, "context": context}, model, batch, bench)
-        for context in contexts
-        for name, model in _models(context, latents, **sizes).items()
-    ]
-
-
-def _reaches_furthest(rows: list[Row], scale: Scale) -> bool:
-    """The longest context is Perceiver AR's, and it is the fastest from four times its latents on."""
-    fits: dict[Any, float] = {(r.about["model"], r.about["context"]): r.found["steps/s"] or 0.0 for r in rows}
-    ours = {context: rate for (name, context), rate in fits.items() if name == "Perceiver AR"}
-    theirs = [(context, rate) for (name, context), rate in fits.items() if name != "Perceiver AR" and rate]
-    faster = all(rate < ours[context] for context, rate in theirs if context >= 4 * min(ours))
-    longest = max((context for context, rate in ours.items() if rate), default=0)
-    return faster and longest > max((context for context, _ in theirs), default=0)
-
-
 def _caching(bench: Bench) -> list[Cell]:
     """Minutes of images by batch, with and without a cache; and what never refreshing costs in loss."""
     if bench.scale == "smoke":
-        size, model = (
-            4,
-            ModelConfig(BYTES, 49, 16, channels=16, heads=1, layers=1, positions="axial", axes=(6, 6, 5)),
-        )
-        smaller = ModelConfig(BYTES, 64, 16, channels=16, heads=1, layers=1)
-        train = TrainConfig(steps=3, batch_size=2, warmup_steps=1)
+        size, smaller = 4, ModelConfig(BYTES, 64, 16, channels=16, heads=1, layers=1)
+        model = replace(smaller, context=49, positions="axial", axes=(6, 6, 5))
     else:
-        size, model = 64, presets.get("imagenet64").model
+        size, smaller = 64, ModelConfig(BYTES, 4096, 512, channels=512, heads=8, layers=8)
+        model = presets.get("imagenet64").model
         assert isinstance(model, ModelConfig)
-        smaller = ModelConfig(BYTES, 4096, 512, channels=512, heads=8, layers=8)
-        train = TrainConfig(
-            steps=1500,
-            batch_size=32,
-            learning_rate=1.5e-3,
-            warmup_steps=150,
-            schedule="cosine",
-            compile=True,
-            log_every=100,
-        )
     paper = {(1, True): 3.68, (1, False): 7.93}
     cells = [
         _drawn(bench, model, ImageTask(size), batch, cached, paper.get((batch, cached)))
         for batch in (1, 16)
         for cached in (True, False)
     ]
-    return [*cells, _naive(bench, Experiment("caching", "text", smaller, train))]
+    return [*cells, _naive(bench, Experiment("caching", "text", smaller, recipe(bench.scale, 1500)))]
 
 
 def _drawn(
@@ -109,22 +57,31 @@ def _drawn(
         device = pick_device(bench.device)
         with device:
             model = PerceiverAR(config).to(best_dtype(device)).eval()
+        compiled = device.type == "cuda"  # the same forward for both
+        if compiled and not cached:
+            compile_blocks(model)
         prompt = torch.randint(config.vocab_size, (batch, given), device=device)
         places = torch.from_numpy(task.positions(np.arange(given + count)[None]))
 
         def draw(tokens: int) -> float:
             began = time.perf_counter()
-            positions = places[:, : given + tokens]
-            generate(model, prompt, tokens, cache=cached, grow_latents=cached, positions=positions)
+            generate(
+                model,
+                prompt,
+                tokens,
+                cache=cached,
+                grow_latents=cached,
+                positions=places[:, : given + tokens],
+                compile=compiled and cached,
+            )
             synchronize(device)
             return (time.perf_counter() - began) / tokens
 
         draw(min(8, count))
         each = draw(count)
         found = {"ms/step": 1000 * each, "minutes a batch of images": each * task.length / 60}
-        return [
-            Row(about, found, {} if paper is None else {"minutes a batch of images": paper}, "TPUv3 core")
-        ]
+        theirs = {} if paper is None else {"minutes a batch of images": paper}
+        return [Row(about, found, theirs, "TPUv3 core")]
 
     settings = {"model": config.to_dict(), "tokens": count, "about": about, **bench.machine}
     return Cell(named(about), settings, work)
@@ -206,27 +163,13 @@ def _caching_pays(rows: list[Row], scale: Scale) -> bool:
 
 STUDIES = [
     Study(
-        "speed",
-        "figure 3",
-        "Perceiver AR trains at contexts that a Transformer and Transformer-XL have no memory for, and "
-        "faster.",
-        "Six layers of 1,024 channels, 4 sequences, bf16, each block compiled, nothing recomputed, AdamW; "
-        "a Transformer learns from all its inputs, the others from the last 1,024. Transformer-XL's "
-        "memory, the rest of the context, is given, as the step before would have left it. Attention is "
-        "by flash kernels for all, but the scores by distance of Transformer-XL are written out, which no "
-        "kernel saves. Contexts grow fourfold up to 1,048,576, or until memory is out.",
-        _speed,
-        _reaches_furthest,
-        ("context", "steps/s"),
-    ),
-    Study(
         "caching",
         "appendix E",
         "With a cache an image takes 3.68 minutes instead of 7.93; a cache that is never refreshed would "
         "make latents see what they never saw in training.",
-        "The ImageNet model with random weights, bytes from the middle of images on, at batch 1 and 16, "
-        "against N latents at every step; then a model trained on text, whose nats of the second halves "
-        "of 16 validation texts are taken token by token, with refreshes and without.",
+        "The ImageNet model with random weights, its blocks compiled, bytes from the middle of images on, "
+        "at batch 1 and 16, against N latents at every step; then a model trained on text, whose nats of "
+        "the second halves of 16 validation texts are taken token by token, with refreshes and without.",
         _caching,
         _caching_pays,
         ("batch", "ms/step"),
