@@ -218,13 +218,21 @@ def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool, blocks: Blocks
     )
 
 
-@torch.compiler.disable
 def blocks_shown(visible: Tensor, queries: int, keys: int, own: bool = False) -> Blocks:
     """The blocks of keys that each block of queries reads: those to be checked, and those wholly open.
 
     Worked out once for all layers, and not compiled: with 40,000 keys what inductor made of it led flex
     attention to read where nothing is (torch 2.11; benchmarks/RESULTS.md).
     """
+    return _never_compiled()(visible, queries, keys, own)
+
+
+@functools.cache
+def _never_compiled() -> Callable[..., Blocks]:
+    return torch.compiler.disable(_blocks_shown)  # not before it is needed: this imports much
+
+
+def _blocks_shown(visible: Tensor, queries: int, keys: int, own: bool) -> Blocks:
     before, always = keys - queries, keys - visible.shape[1]
     some, all_ = _some_and_all(visible, always)  # (B, columns)
     first = torch.arange(0, queries, _BLOCK, device=visible.device)[:, None] + before  # a row's first query
