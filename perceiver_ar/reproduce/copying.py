@@ -67,7 +67,7 @@ def _targets(bench: Bench) -> list[Cell]:
         train = TrainConfig(
             steps=4000, batch_size=16, learning_rate=1e-3, warmup_steps=100, schedule="cosine", log_every=100
         )
-        base = _copy(64, 8, 128, 1, train, sequences=100)
+        base = _copy(128, 16, 128, 1, train, sequences=100)
     else:
         base = _copy(16, 4, 16, 1, TrainConfig(steps=10, batch_size=8, warmup_steps=2))
     latents, batch = base.model.latents, base.train.batch_size
@@ -119,7 +119,7 @@ STUDIES = [
         "At a context of 8,192 tokens, 64 sequences of 1,024 latents do not converge; twice as many of "
         "either do.",
         "One layer, four trainings of as many steps, differing in latents and batch alone, without a "
-        "curriculum. At `small` 64 tokens, 128 channels, 8 or 16 latents, batches of 8 or 16, 4,000 "
+        "curriculum. At `small` 128 tokens, 128 channels, 16 or 32 latents, batches of 8 or 16, 4,000 "
         "steps, 100 validation sequences; two cores do.",
         _targets,
         _more_targets_converge,
