@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 Rotation = tuple[Tensor, Tensor]
 """What each channel, and the other channel of its pair, is multiplied by: (B or 1, 1, T, K) each."""
 
-
 Blocks = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of each block of queries: how many blocks of keys are to be checked, which, how many are open, which."""
 
@@ -221,8 +220,8 @@ def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool, blocks: Blocks
 def blocks_shown(visible: Tensor, queries: int, keys: int, own: bool = False) -> Blocks:
     """The blocks of keys that each block of queries reads: those to be checked, and those wholly open.
 
-    Worked out once for all layers, and not compiled: with 40,000 keys what inductor made of it led flex
-    attention to read where nothing is (torch 2.11; benchmarks/RESULTS.md).
+    Worked out once for all layers, and not compiled, which is suspected of a crash of flex attention with
+    40,000 keys (torch 2.11; benchmarks/RESULTS.md).
     """
     return _never_compiled()(visible, queries, keys, own)
 
