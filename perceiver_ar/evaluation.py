@@ -118,7 +118,7 @@ def score(
         raise ValueError(f"context must be from 1 to {config.context}, but is {context}.")
     training, before = model.training, None
     batches = (
-        _in_segments(reading_on, task, iter(documents), latents, batch_size)
+        _in_segments(reading_on, task, documents, latents, batch_size)
         if reading_on is not None
         else _in_windows(model, task, documents, latents, stride, context, batch_size)
     )
@@ -161,11 +161,12 @@ def _in_windows(
 
 
 def _in_segments(
-    model: TransformerXL, task: Task, documents: Iterator[Document], segment: int, batch_size: int
+    model: TransformerXL, task: Task, documents: Iterable[Document], segment: int, batch_size: int
 ) -> Scored:
     """A few documents side by side, which end together, by segments with the memory of those before."""
     device = next(model.parameters()).device
-    while chunk := list(islice(documents, batch_size)):
+    scored = (document for document in documents if document.first < document.stop)
+    while chunk := list(islice(scored, batch_size)):
         wholes = [Window(d.tokens[: d.stop], 0, d.stop - d.first) for d in chunk]
         batch = collate(wholes, max(d.stop for d in chunk), task)
         inputs = batch.inputs.shape[1]

@@ -130,7 +130,8 @@ def test_evaluation_passes_the_memory_on(batch_size: int) -> None:
             tokens = torch.from_numpy(document.tokens)[None]
             z = model.norm(one_long_pass(model, tokens[:, :-1], 4, 6))
             nats += float(model.output(z, model.embedding.tokens, tokens[:, 1:]).nats.sum())
-    report = evaluate(model, TokensTask(), documents, batch_size=batch_size)
+    empty = Document(np.array([2]), 1, 1)
+    report = evaluate(model, TokensTask(), [empty, *documents, empty], batch_size=batch_size)
     assert report["tokens"] == 20 + 8 + 4
     assert report["nats"] * report["tokens"] == pytest.approx(nats, rel=1e-5)
     strided = evaluate(model, TokensTask(), documents, stride=4)
