@@ -95,15 +95,16 @@ def plan(study: Study, bench: Bench) -> str:
         lines.append(f"{cell.name:60} {state:>12}")
     left = sum(cell.hours for cell in cells if not is_done(cell, bench))
     lines.append(f"{'to be run':60} {left:>12,.0f}")
-    lines.append(f"Run one by one, where there is a GPU: {_command(study, bench.scale)} --out {bench.folder}")
-    lines[-1] += (f" --seeds {bench.seeds}" if bench.seeds > 1 else "") + " --cell CELL"
+    command = _command(study, bench.scale, bench.seeds)
+    lines.append(f"Run one by one, where there is a GPU: {command} --out {bench.folder} --cell CELL")
     if study.needs:
         lines.append(f"STORE: {study.needs_at(bench.scale)}")
     return "\n".join(lines)
 
 
-def _command(study: Study, scale: str) -> str:
-    return f"perceiver-ar reproduce {study.name} --scale {scale}" + (" --data STORE" if study.needs else "")
+def _command(study: Study, scale: str, seeds: int) -> str:
+    data, often = " --data STORE" if study.needs else "", f" --seeds {seeds}" if seeds > 1 else ""
+    return f"perceiver-ar reproduce {study.name} --scale {scale}{data}{often}"
 
 
 def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
@@ -136,7 +137,7 @@ def _results(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text())
-        missing = {"rows", "whole", "shown", "cells", "seconds", "machines"} - found.keys()
+        missing = {"rows", "seeds", "whole", "shown", "cells", "seconds", "machines"} - found.keys()
     except (ValueError, AttributeError):
         missing = {"rows"}
     if missing:
@@ -157,7 +158,7 @@ def _section(study: Study, folder: Path, page: Path, results: dict[str, Any]) ->
     cost = f"{results['seconds'] / 60:,.0f} minutes on {'; '.join(results['machines'])}"
     rows = [Row(**row) for row in results["rows"]]
     lines = ["", f"**At `{results['scale']}`: {_verdict(results)}.** {results['cells']} cells, {cost}.", ""]
-    lines += [f"    {_command(study, results['scale'])}", "", table(rows)]
+    lines += [f"    {_command(study, results['scale'], results['seeds'])}", "", table(rows)]
     plot = folder / "plot.png"
     draw(study, rows, plot)
     if plot.exists():

@@ -161,6 +161,7 @@ def write_results(study: Study, bench: Bench) -> dict[str, Any]:
     results = {
         "study": study.name,
         "scale": bench.scale,
+        "seeds": bench.seeds,
         "whole": whole,
         "shown": study.shows(rows, bench.scale) if whole and bench.scale != "smoke" else None,
         "cells": f"{len(done)} of {len(cells)}",
