@@ -65,7 +65,7 @@ def slow_twins(wanted: bool) -> Generator[None]:
         yield
         return
     with (
-        patch("perceiver_ar.model.attend", attention.reference),
+        patch("perceiver_ar.model.attend", lambda *args: attention.reference(*args[:5])),  # but the blocks
         patch.object(InputEmbedding, "table", None),
         patch.object(Block, "_all_three", one_by_one),
     ):

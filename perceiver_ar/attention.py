@@ -76,14 +76,10 @@ def attend(
     assert k.shape == v.shape
     assert q.shape[2] <= k.shape[2]
     assert visible is None or q.shape[2] <= visible.shape[1] <= k.shape[2]
-    kernel = _kernel(q, k, visible)
-    if kernel is _attend_flex:
-        assert visible is not None
-        return _attend_flex(q, k, v, visible, own, blocks)
-    return kernel(q, k, v, visible, own)
+    return _kernel(q, k, visible, blocks)(q, k, v, visible, own)
 
 
-def _kernel(q: Tensor, k: Tensor, visible: Tensor | None) -> Callable[..., Tensor]:
+def _kernel(q: Tensor, k: Tensor, visible: Tensor | None, blocks: Blocks | None) -> Callable[..., Tensor]:
     """The fastest kernel for this device and shape (the CPU's figures: docs/log.md)."""
     queries, keys, width = q.shape[2], k.shape[2], q.shape[-1]
     if queries == 1 and q.device.type == "cuda" and torch.compiler.is_compiling():
@@ -96,7 +92,7 @@ def _kernel(q: Tensor, k: Tensor, visible: Tensor | None) -> Callable[..., Tenso
         if visible is None and width <= 256:
             return _attend_flash
         if visible is not None and queries >= _BLOCK and width in (16, 32, 64, 128, 256):
-            return _attend_flex
+            return functools.partial(_attend_flex, blocks=blocks)
     return _attend_by_rows
 
 
@@ -104,14 +100,7 @@ def _has_flash(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None = None,
-    own: bool = False,
-    blocks: Blocks | None = None,
-) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: bool = False) -> Tensor:
     """What attend computes, written out plainly: the slow twin of every kernel below."""
     open_ = _open(q, k, visible, own, 0, q.shape[2])
     scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])

@@ -74,7 +74,7 @@ class ModelConfig(Config):
     cross_dropout: float = 0.0
     """Share of inputs hidden from all latents in the cross-attend; hidden ones are not computed."""
     cross_dropout_scope: Literal["all", "latents", "prefix"] = "all"
-    """Which inputs cross-attend dropout may hide: all, the last N, or those before them, which is fastest."""
+    """Which inputs cross-attend dropout may hide: all, the last N, or those before, which needs no mask."""
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 

@@ -60,10 +60,9 @@ def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[
     past = model.blank(len(tokens)) if isinstance(model, TransformerXL) else None
 
     def nats() -> Tensor:
-        if past is None:
-            return model.nats(tokens, targets)
-        assert isinstance(model, TransformerXL)
-        return model.score_on(tokens[:, -targets.shape[1] :], targets, past, None)[0].nats
+        if isinstance(model, TransformerXL):
+            return model.score_on(tokens[:, -targets.shape[1] :], targets, past, None)[0].nats
+        return model.nats(tokens, targets)
 
     def step() -> None:
         with autocast(tokens.device):

@@ -60,7 +60,7 @@ def _length(bench: Bench) -> list[Cell]:
 
 
 def _targets(bench: Bench) -> list[Cell]:
-    """Half and all of the latents, half and all of the batch."""
+    """The latents and twice as many, half of the batch and all of it."""
     if bench.scale == "paper":
         base = presets.get("copy-8k")
     elif bench.scale == "small":
