@@ -11,9 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, train
+from perceiver_ar import (
+    Experiment,
+    ModelConfig,
+    PerceiverAR,
+    TrainConfig,
+    TransformerConfig,
+    TransformerXL,
+    TransformerXLConfig,
+    build,
+    train,
+)
 from perceiver_ar.store import write_store
 from perceiver_ar.timing import forward_flops, time_repeatedly
 
@@ -118,8 +129,22 @@ def test_arithmetic_is_what_torch_counts_but_for_what_is_hidden() -> None:
     assert counter.get_total_flops() == forward_flops(config) + hidden
 
 
-def test_time_is_what_the_clock_says() -> None:
-    seconds = time_repeatedly(lambda: time.sleep(0.02), CPU, 3, warm_up=0)
+def test_arithmetic_of_the_baselines_is_what_torch_counts_but_for_what_is_hidden() -> None:
+    hidden = 2 * 4 * (16 * 15 / 2) * 32
+    plain = TransformerConfig(33, 16, channels=32, heads=2, layers=2)
+    with training.slow_twins(True), FlopCounterMode(display=False) as counter, torch.no_grad():
+        build(plain)(torch.randint(33, (1, 16)))
+    assert counter.get_total_flops() == forward_flops(plain) + hidden
+    config = TransformerXLConfig(33, 16, 8, 8, channels=32, heads=2, layers=2)
+    model, tokens = TransformerXL(config).requires_grad_(False), torch.randint(33, (1, 16))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.score_on(tokens, tokens, model.blank(1), None)
+    assert counter.get_total_flops() == forward_flops(config) + hidden
+
+
+@pytest.mark.parametrize("in_a_row", [1, 3])
+def test_time_is_what_the_clock_says(in_a_row: int) -> None:
+    seconds = time_repeatedly(lambda: time.sleep(0.02), CPU, 3, warm_up=0, in_a_row=in_a_row)
     assert all(0.02 <= second < 0.2 for second in seconds)
 
 
