@@ -159,7 +159,8 @@ print(peak() - before)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     cache = 2 * 262_144 * 256 * 4
-    assert cache < int(result.stdout) < cache + 200e6  # at once, the inputs alone would take 270e6 more
+    # 150e6 to 195e6 were seen; at once, the inputs alone would take 270e6 more than that.
+    assert cache < int(result.stdout) < cache + 260e6
 
 
 @pytest.mark.parametrize("given", [CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
