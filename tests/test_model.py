@@ -264,6 +264,14 @@ def test_inputs_that_cross_attend_dropout_drops_are_never_embedded() -> None:
     assert seen == [38 + 20, 400]
 
 
+def test_of_the_inputs_that_cross_attend_dropout_keeps_padding_comes_first() -> None:
+    columns, visible = torch.arange(100).expand(3, -1), torch.arange(100) >= torch.tensor([[0], [30], [60]])
+    kept, _, shown = model_module._keep_some(columns, columns[..., None], visible, 10, 45)
+    assert shown is not None
+    assert shown.equal(visible.gather(1, kept))
+    assert (shown.diff(dim=1, prepend=shown[:, :1]).sum(1) <= 1).all()  # hidden, then shown
+
+
 def test_cross_attend_dropout_keeps_its_share_of_every_input() -> None:
     torch.manual_seed(0)
     columns = torch.arange(50).expand(2000, -1)
