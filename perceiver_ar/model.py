@@ -221,14 +221,13 @@ def _keep_some(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """A random choice of inputs, then the last few, in each example.
 
-    Which of those chosen comes first does not matter: all stand before every latent. In their order
-    those that are padding stand together, so whole blocks are hidden, or open.
+    Which of those chosen comes first does not matter: all stand before every latent.
     """
     batch, inputs = tokens.shape
     before = inputs - count
     chosen = torch.rand(batch, before, device=tokens.device).argsort(dim=1)[:, :keep]
     if visible is not None:
-        chosen = chosen.sort(dim=1).values
+        chosen = chosen.sort(dim=1).values  # padding stands together, so whole blocks are hidden, or open
     last = torch.arange(before, inputs, device=tokens.device).expand(batch, -1)
     index = torch.cat((chosen, last), dim=1)  # (B, keep + N)
     positions = positions.expand(batch, -1, -1)
