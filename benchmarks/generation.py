@@ -36,7 +36,7 @@ def time_generation(
     # The fourth token is the first that neither compiles nor records anything.
     bounds = range(3, tokens, each)
     began, marks, first = time.perf_counter(), [], 0.0
-    drawing = stream(model, given, tokens, cache=cached, grow_latents=cached, compile=compiled)
+    drawing = stream(model, given, tokens, cache=cached, grow_latents=cached)
     for t, _ in enumerate(drawing):
         if t == 0:
             synchronize(device)

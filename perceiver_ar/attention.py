@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from perceiver_ar import flash4
+
 Rotation = tuple[Tensor, Tensor]
 """What each channel, and the other channel of its pair, is multiplied by: (B or 1, 1, T, K) each."""
 
@@ -82,13 +84,14 @@ def attend(
 def _kernel(q: Tensor, k: Tensor, visible: Tensor | None, blocks: Blocks | None) -> Callable[..., Tensor]:
     """The fastest kernel for this device and shape (the CPU's figures: docs/log.md)."""
     queries, keys, width = q.shape[2], k.shape[2], q.shape[-1]
-    if queries == 1 and q.device.type == "cuda" and torch.compiler.is_compiling():
-        return _attend_one
+    short = q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16)
+    if short and visible is None and queries > 1 and flash4.serves(q):
+        return flash4.attend
     if visible is None and (queries == 1 or queries == keys):
         return _attend_square
     if q.device.type == "cpu" and (visible is None or (4 * queries <= keys and q.dtype != torch.float16)):
         return _attend_in_two
-    if q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16):
+    if short:
         if visible is None and width <= 256:
             return _attend_flash
         if visible is not None and queries >= _BLOCK and width in (16, 32, 64, 128, 256):
@@ -131,18 +134,6 @@ def _attend_square(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) ->
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     with sdpa_kernel(_CUDA_ORDER, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
-    """One query, to be compiled: sums of products, which fuse into a few kernels.
-
-    Kernels made for many queries leave most of a GPU idle (figures: docs/log.md).
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(wide) * k.to(wide)).sum(-1) / math.sqrt(q.shape[-1])  # (B, H, M)
-    scores = scores.masked_fill(~_open(q, k, visible, own, 0, 1)[:, :, 0], -torch.inf)
-    weights = scores.softmax(dim=-1).nan_to_num(0.0)
-    return (weights[..., None] * v.to(wide)).sum(2, keepdim=True).to(v.dtype)
 
 
 # cuDNN first: on Hopper it is faster than flash on squares (figures of the brief: benchmarks/RESULTS.md).

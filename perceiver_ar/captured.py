@@ -3,45 +3,49 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from perceiver_ar.caching import Cache, Decode, decode_at, decode_one, through
-from perceiver_ar.model import PerceiverAR
+from perceiver_ar.model import Block, PerceiverAR
 
 CAPTURE_FROM = 32
 """Tokens from which recording a graph pays: it takes about as long as ten steps."""
-COMPILE_FROM = 500_000
-"""Layers times tokens from which compiling pays: 45 s at first, for 90 us a layer (docs/log.md)."""
 
 
-def decode_for(cache: Cache, tokens: int, compiled: bool | None) -> Decode:
-    """How to decode so many tokens: one by one, or captured on a GPU, and compiled, where that pays."""
-    if cache.keys.device.type != "cuda" or (tokens < CAPTURE_FROM and not compiled):
+def decode_for(model: PerceiverAR, cache: Cache, tokens: int) -> Decode:
+    """How to decode so many tokens: one by one, or captured on a GPU, by the fastest kernels there are."""
+    if cache.keys.device.type != "cuda" or tokens < CAPTURE_FROM:
         return decode_one
-    if compiled is None:
-        compiled = tokens * len(cache.self_keys) >= COMPILE_FROM
-    return Captured(cache, compiled)
+    fused = _fused(model)
+    return Captured(cache, through) if fused is None else Captured(cache, fused, whole=False)
 
 
-@functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    """One layer compiled, which serves all of them; tuned, for it will run many times."""
-    return torch.compile(through, dynamic=False, options={"coordinate_descent_tuning": True})
+def _fused(model: PerceiverAR) -> Callable[..., Tensor] | None:
+    """Kernels of our own, if they can take this model."""
+    try:
+        from perceiver_ar import fused
+    except ImportError:  # triton comes with torch for CUDA alone
+        return None
+    blocks = cast("list[Block]", [model.cross_attend, *model.self_attends])
+    return fused.through if all(fused.serves(block) for block in blocks) else None
 
 
 class Captured:
     """decode_one of one cache, recorded at the first call and replayed at the others."""
 
-    def __init__(self, cache: Cache, compiled: bool) -> None:
+    def __init__(self, cache: Cache, through: Callable[..., Tensor], whole: bool = True) -> None:
+        """whole: the whole of the cache's tensors is attended to, so it must be said which columns count."""
         zeros = functools.partial(torch.zeros, dtype=torch.long, device=cache.keys.device)
         rows, _, axes = cache.positions.shape
-        # The whole of the tensors is attended to, so it must be said which columns count.
-        self.cache = replace(cache, first=zeros(len(cache.tokens)) if cache.first is None else cache.first)
+        self.cache = (
+            replace(cache, first=zeros(len(cache.tokens))) if whole and cache.first is None else cache
+        )
         self.token, self.position = zeros(len(cache.tokens)), zeros((rows, 1, axes))
         self.column, self.slot = zeros(1), zeros(1)
-        self.through = _compiled() if compiled else through
+        self.through = through
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor) -> Tensor:

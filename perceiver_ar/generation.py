@@ -47,7 +47,6 @@ def generate(
     repetition_penalty: float = 1.0,
     grow_latents: bool = True,
     log_probs: bool = False,
-    compile: bool | None = None,
 ) -> Any:
     """The prompt (B, P) and what follows it, (B, P + max_new_tokens).
 
@@ -73,7 +72,6 @@ def generate(
             repetition_penalty=repetition_penalty,
             grow_latents=grow_latents,
             log_probs=log_probs,
-            compile=compile,
         )
     )
     tokens, scores = zip(*drawn, strict=True) if log_probs else (drawn, None)
@@ -103,7 +101,6 @@ def stream(
     repetition_penalty: float = 1.0,
     grow_latents: bool = True,
     log_probs: bool = False,
-    compile: bool | None = None,
 ) -> Iterator[Any]:
     """Tokens that follow a prompt, one (B,) tensor a step, as they are drawn.
 
@@ -125,8 +122,6 @@ def stream(
         repetition_penalty: Above 1, tokens that came before become less likely.
         grow_latents: False, without a cache: N latents at every step, the paper's "no caching".
         log_probs: Yield pairs: the tokens, and their log-probabilities (B,) under the model itself.
-        compile: On a GPU, whether to compile a layer first, which takes most of a minute; by default
-            where it pays. (A CUDA graph is captured either way.)
     """
     sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
     most = model.config.check_latents(latents)
@@ -144,7 +139,7 @@ def stream(
         prompt, places = prompt[:, -keep:], places[:, prompt.shape[1] - keep :]
         lengths = None if lengths is None else lengths.clamp(max=keep)
     engine = (
-        _cached(model, prompt, places, lengths, most, compile)
+        _cached(model, prompt, places, lengths, most)
         if cache
         else _recomputed(model, prompt, places, lengths, most, grow_latents)
     )
@@ -202,13 +197,12 @@ def _cached(
     places: Tensor,
     lengths: Tensor | None,
     most: int,
-    compiled: bool | None,
 ) -> Engine:
     """Each token is computed once; latents are refreshed when there are N of them."""
     given, total = prompt.shape[1], places.shape[1]
     room = min(model.config.context, total), most
     logits, cache = prefill(model, prompt, places[:, :given], room, lengths)
-    decode = decode_for(cache, total - given, compiled)
+    decode = decode_for(model, cache, total - given)
     for place in range(given, total):
         token = yield logits
         logits, cache = step(model, cache, token, places[:, place : place + 1], decode)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perceiver_ar import attention
+from perceiver_ar import attention, flash4
 from perceiver_ar.attention import attend, reference, rotate, rotation
 
 SHAPES = [(2, 3, 5, 9, 8), (2, 2, 9, 9, 8), (3, 1, 1, 7, 4), (2, 2, 70, 200, 16), (1, 2, 3, 130, 8)]
@@ -61,8 +61,6 @@ def differences(
     ("kernel", "shape"),
     [
         *itertools.product([attend, attention._attend_in_two, attention._attend_by_rows], SHAPES),
-        (attention._attend_one, (3, 2, 1, 7, 4)),
-        (attention._attend_one, (2, 2, 1, 200, 16)),
     ],
 )
 def test_kernels_equal_the_reference_with_gradients(
@@ -97,6 +95,31 @@ def test_cuda_kernels_equal_the_reference_with_gradients(shape: tuple[int, int, 
         for visible, own in masks(shape, "cuda"):
             errors = differences(attend, draw(shape, dtype, "cuda"), visible, own)
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not flash4.INSTALLED, reason="needs flash-attn-4")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 4, 256, 1000, 64),
+        (2, 4, 300, 300, 64),
+        (3, 2, 33, 4097, 32),
+        (2, 2, 200, 900, 128),
+        (1, 2, 1024, 40_038, 64),
+    ],
+)
+def test_flash_attention_4_equals_the_reference_with_gradients(
+    shape: tuple[int, int, int, int, int], compiled: bool
+) -> None:
+    torch.compiler.reset()  # else the other shapes count towards what may be compiled again
+    for dtype, tolerance in ((torch.bfloat16, 0.06), (torch.float16, 0.01)):
+        inputs = draw(shape, dtype, "cuda")
+        assert attention._kernel(inputs[0], inputs[1], None, None) is flash4.attend
+        kernel = torch.compile(flash4.attend, fullgraph=True, dynamic=False) if compiled else flash4.attend
+        errors = differences(kernel, inputs, None, False)
+        assert all(error < tolerance for error in errors), (dtype, errors)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 300, 300, 8), (2, 1, 256, 1000, 8), (3, 1, 130, 777, 8)])

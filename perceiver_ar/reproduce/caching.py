@@ -57,8 +57,7 @@ def _drawn(
         device = pick_device(bench.device)
         with device:
             model = PerceiverAR(config).to(best_dtype(device)).eval()
-        compiled = device.type == "cuda"  # the same forward for both
-        if compiled and not cached:
+        if device.type == "cuda" and not cached:
             compile_blocks(model)
         prompt = torch.randint(config.vocab_size, (batch, given), device=device)
         places = torch.from_numpy(task.positions(np.arange(given + count)[None]))
@@ -72,7 +71,6 @@ def _drawn(
                 cache=cached,
                 grow_latents=cached,
                 positions=places[:, : given + tokens],
-                compile=compiled and cached,
             )
             synchronize(device)
             return (time.perf_counter() - began) / tokens
