@@ -9,7 +9,7 @@ Letters: B batch, M keys, N queries, H heads, K head width, W keys that can be h
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,23 @@ Rotation = tuple[Tensor, Tensor]
 
 Blocks = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of each block of queries: how many blocks of keys are to be checked, which, how many are open, which."""
+
+
+class Share(Protocol):
+    """Processes that each hold some of the keys; the last of them holds those of the queries' own places."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all of them, in place."""
+        ...
+
+    def max(self, x: Tensor) -> Tensor:
+        """Over all of them, in place."""
+        ...
 
 
 def rotation(positions: Tensor, head_width: int, fraction: float, max_wavelength: float) -> Rotation:
@@ -67,15 +84,20 @@ def attend(
     visible: Tensor | None = None,
     own: bool = False,
     blocks: Blocks | None = None,
+    share: Share | None = None,
 ) -> Tensor:
     """Causal attention with the queries aligned to the last keys.
 
     visible (B, W) says which of the last W keys, W >= N, may be seen at all; keys before those are
     open to every query. With own, a query sees its own key even where that is hidden from others.
     A query that sees nothing gives zero. blocks: what blocks_shown found, where it is known already.
+    share: whose keys are attended to together; these are this one's, which all queries may see unless it
+    is the last.
     """
     # (B, H, N, K) x (B, H, M, K): query n sees keys up to M - N + n.
     assert k.shape == v.shape
+    if share is not None:
+        return _attend_together()(q, k, v, visible, own, share)
     assert q.shape[2] <= k.shape[2]
     assert visible is None or q.shape[2] <= visible.shape[1] <= k.shape[2]
     return _kernel(q, k, visible, blocks)(q, k, v, visible, own)
@@ -111,18 +133,16 @@ def reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, ow
     return weights.nan_to_num(0.0) @ v  # rows of -inf alone: nothing seen
 
 
-def _open(
-    q: Tensor, k: Tensor, visible: Tensor | None, own: bool, start: int, stop: int, first_key: int = 0
-) -> Tensor:
-    """Which keys from first_key on the queries start ... stop - 1 may see: (B or 1, 1, rows, keys)."""
+def _open(q: Tensor, k: Tensor, visible: Tensor | None, own: bool, start: int, stop: int) -> Tensor:
+    """Which keys the queries start ... stop - 1 may see: (B or 1, 1, rows, keys)."""
     before = k.shape[2] - q.shape[2]
-    keys = torch.arange(first_key, before + stop, device=q.device)
+    keys = torch.arange(before + stop, device=q.device)
     standing = torch.arange(before + start, before + stop, device=q.device)[:, None]
     seen = (keys <= standing)[None, None]
     if visible is None:
         return seen
     always = k.shape[2] - visible.shape[1]
-    shown = F.pad(visible, (always, 0), value=True)[:, None, None, first_key : before + stop]
+    shown = F.pad(visible, (always, 0), value=True)[:, None, None, : before + stop]
     return seen & (shown | (keys == standing)) if own else seen & shown
 
 
@@ -261,32 +281,41 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def _attend_in_two(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
     """On the CPU: the keys before the queries' own densely, the last N causally, then merged."""
-    return _InTwo.apply(q, k, v, visible, own)
+    return _InParts.apply(q, k, v, visible, own, None)
 
 
-class _InTwo(torch.autograd.Function):
-    """Two calls of the CPU's flash attention, merged by their log-sum-exps.
+@functools.cache
+def _attend_together() -> Callable[..., Tensor]:
+    """The same with keys that other processes hold. They talk, which is not for a compiler to move."""
+    return torch.compiler.disable(_InParts.apply)
+
+
+class _InParts(torch.autograd.Function):
+    """A call of flash attention for each part of the keys, merged by their log-sum-exps.
 
     The merged output and log-sum-exp, handed to each part's backward, give the exact gradients of
-    the whole.
+    the whole. Processes that share the keys have the same queries and the same gradients of what
+    comes out. Each gets all of the queries' gradients; but those of keys and values, which one of
+    them has, count as often as there are processes, since what they all find is averaged later.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
-        halves = _halves(q, k, visible, own)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool, share: Share | None
+    ) -> Tensor:
+        ctx.own, ctx.share = own, share
         parts = [
-            flash(q, k[:, :, keys], v[:, :, keys], 0.0, causal, attn_mask=mask)
-            for keys, causal, mask in halves
+            _flash(q, k[:, :, keys], v[:, :, keys], causal, shown, own)
+            for keys, causal, shown in _parts(q, k, visible, share)
         ]
-        total = functools.reduce(torch.logaddexp, (lse for _, lse in parts))  # (B, H, N)
-        out = sum(out * (lse - total).exp().to(out.dtype)[..., None] for out, lse in parts)
-        assert isinstance(out, Tensor)
-        if visible is not None:
-            nothing = total < _HIDDEN / 2
+        out, total = functools.reduce(_merged, parts or [_nothing(q)])
+        if share is not None:
+            out, total = _merged_by_all(out, total, share)
+        if visible is not None or share is not None:
+            hidden = _HIDDEN if q.device.type == "cpu" else _SPARE * _LOWER / math.sqrt(q.shape[-1])
+            nothing = total < hidden / 2
             out = out.masked_fill(nothing[..., None], 0.0)
             total = total.masked_fill(nothing, torch.inf)  # weights exp(score - inf) = 0 in backward
-        ctx.own = own
         ctx.save_for_backward(q, k, v, visible, out, total)
         return out
 
@@ -294,38 +323,117 @@ class _InTwo(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, visible, out, total = ctx.saved_tensors
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        share: Share | None = ctx.share
         grads = [
-            backward(grad, q, k[:, :, keys], v[:, :, keys], out, total, 0.0, causal, attn_mask=mask)
-            for keys, causal, mask in _halves(q, k, visible, ctx.own)
+            _flash_backward(grad, q, k[:, :, keys], v[:, :, keys], out, total, causal, shown, ctx.own)
+            for keys, causal, shown in _parts(q, k, visible, share)
         ]
-        dq, dk, dv = zip(*grads, strict=True)
-        return functools.reduce(torch.add, dq), torch.cat(dk, dim=2), torch.cat(dv, dim=2), None, None
+        dq, dk, dv = zip(*grads, strict=True) if grads else ([torch.zeros_like(q)], [k], [v])
+        dq, dk, dv = functools.reduce(torch.add, dq), torch.cat(dk, dim=2), torch.cat(dv, dim=2)
+        if share is not None:
+            dq, dk, dv = share.sum(dq.contiguous()), dk * share.size, dv * share.size
+        return dq, dk, dv, None, None, None
+
+
+Part = tuple[Tensor, Tensor]
+"""What was attended to, (B, H, N, K), and the log-sum-exp of its scores, (B, H, N)."""
+
+
+def _nothing(q: Tensor) -> Part:
+    """What a process without keys has."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
+
+
+def _merged(one: Part, other: Part) -> Part:
+    total = torch.logaddexp(one[1], other[1])
+    a, b = (out * (lse - total).exp().to(out.dtype)[..., None] for out, lse in (one, other))
+    return a + b, total
+
+
+def _merged_by_all(out: Tensor, lse: Tensor, share: Share) -> Part:
+    lse = lse.contiguous()  # as processes without keys have it: what is told has no strides
+    top = share.max(lse.clone())
+    weight = (lse - top).exp()
+    whole = share.sum(weight.clone())
+    merged = share.sum((out * weight[..., None]).contiguous()) / whole[..., None]
+    return merged.to(out.dtype), top + whole.log()
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, shown: Tensor | None, own: bool) -> Part:
+    """shown (B, M): which keys may be seen."""
+    if q.device.type == "cpu":
+        mask = _bias(q, k, causal, shown, own)
+        attend_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return attend_(q, k, v, 0.0, causal and mask is None, attn_mask=mask)
+    width = q.shape[-1]
+    q, k, v = _with_spare(q, k, v, shown)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=1 / math.sqrt(width)
+    )
+    return out[..., :width], lse
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    shown: Tensor | None,
+    own: bool,
+) -> tuple[Tensor, ...]:
+    if q.device.type == "cpu":
+        mask = _bias(q, k, causal, shown, own)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, causal and mask is None, attn_mask=mask)
+    width = q.shape[-1]
+    q, k, v = _with_spare(q, k, v, shown)
+    grad, out = (F.pad(x, (0, q.shape[-1] - width)) for x in (grad, out))
+    random = (q.new_zeros(size, dtype=torch.uint64) for size in ((2,), ()))  # of dropout, which there is not
+    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *random,
+        scale=1 / math.sqrt(width),
+    )  # fmt: skip
+    return tuple(x[..., :width] for x in found)
+
+
+def _bias(q: Tensor, k: Tensor, causal: bool, shown: Tensor | None, own: bool) -> Tensor | None:
+    """What is added to scores, (B, 1, N or 1, M), where some keys are hidden."""
+    if shown is None:
+        return None
+    open_ = _open(q, k, shown, own, 0, q.shape[2]) if causal else shown[:, None, None]
+    return torch.zeros(open_.shape, dtype=q.dtype).masked_fill(~open_, _HIDDEN)
+
+
+_SPARE, _LOWER = 8, -1e4
+"""Channels more, and by how much each lowers a hidden key's score before scaling: it has no weight then."""
+
+
+def _with_spare(q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with spare channels, by which a GPU's kernels, which take no mask, hide keys."""
+    if shown is None:
+        return q, k, v
+    lower = torch.where(shown, 0.0, _LOWER).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], _SPARE)
+    return F.pad(q, (0, _SPARE), value=1.0), torch.cat((k, lower), dim=-1), F.pad(v, (0, _SPARE))
 
 
 _HIDDEN = -1e9
 """Added to the score of a hidden key; finite, so that a row of nothing else stays a number."""
 
 
-def _halves(
-    q: Tensor, k: Tensor, visible: Tensor | None, own: bool
+def _parts(
+    q: Tensor, k: Tensor, visible: Tensor | None, share: Share | None
 ) -> list[tuple[slice, bool, Tensor | None]]:
-    """Keys, causality and mask of the dense part and of the causal part."""
-    before = k.shape[2] - q.shape[2]
-    halves: list[tuple[slice, bool, Tensor | None]] = []
-    if before:
-        mask = None
-        if visible is not None and visible.shape[1] > q.shape[2]:
-            shown = F.pad(visible[:, : -q.shape[2]], (k.shape[2] - visible.shape[1], 0), value=True)
-            mask = _as_bias(shown[:, None, None], q.dtype)  # (B, 1, 1, M - N)
-        halves.append((slice(0, before), False, mask))
-    if visible is None:
-        halves.append((slice(before, None), True, None))
-    else:
-        open_ = _open(q, k, visible, own, 0, q.shape[2], first_key=before)
-        halves.append((slice(before, None), False, _as_bias(open_, q.dtype)))  # (B, 1, N, N)
-    return halves
-
-
-def _as_bias(open_: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(open_.shape, dtype=dtype).masked_fill(~open_, _HIDDEN)
+    """Keys, causality, and which are shown, of the part before the queries' own, and of those, if here."""
+    last = q.shape[2] if share is None or share.rank == share.size - 1 else 0
+    before = k.shape[2] - last
+    shown = None if visible is None else F.pad(visible, (k.shape[2] - visible.shape[1], 0), value=True)
+    told_apart = visible is not None and visible.shape[1] > last
+    parts = [
+        (slice(0, before), False, shown[:, :before] if shown is not None and told_apart else None),
+        (slice(before, None), True, None if shown is None else shown[:, before:]),
+    ]
+    return [part for part, keys in zip(parts, (before, last), strict=True) if keys]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perceiver_ar.attention import attend, masked
+from perceiver_ar.chance import branch, branches, drop, kept
 from perceiver_ar.config import TransformerConfig, TransformerXLConfig
 from perceiver_ar.decoder import Decoder, Engine, real
 from perceiver_ar.embedding import (
@@ -58,13 +59,20 @@ class Transformer(Decoder):
         self.output = Output(config.stack())
 
     def _latents(
-        self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        count: int,
+        lengths: Tensor | None,
+        padded: bool,
+        seeds: Tensor | None = None,
     ) -> Tensor:
         visible = None if lengths is None else real(tokens, lengths)
         z, turn = self.embedding(tokens, positions), self.self_turn(positions)
         blocks = self._blocks(visible, tokens.shape[1], tokens.shape[1])
-        for block in self.self_attends:
-            z = self._run(block, z, None, (turn, turn), visible, False, blocks)
+        layers_seeds = branches(seeds, self.config.layers)
+        for block, block_seeds in zip(self.self_attends, layers_seeds, strict=True):
+            z = self._run(block, z, None, (turn, turn), visible, False, blocks, None, block_seeds)
         return z[:, -count:]
 
     def held(self, total: int) -> int:
@@ -113,10 +121,16 @@ class RelativeBlock(nn.Module):
         self.out = Linear(channels, channels)
         self.mlp_norm = nn.LayerNorm(channels)
         self.mlp = MLP(channels)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(
-        self, z: Tensor, before: Tensor, distances: Tensor, biases: tuple[Tensor, Tensor], open_: Tensor
+        self,
+        z: Tensor,
+        before: Tensor,
+        distances: Tensor,
+        biases: tuple[Tensor, Tensor],
+        open_: Tensor,
+        seeds: Tensor | None,
     ) -> Tensor:
         # z (B, N, C), memory (B, T - N, C), distances (T, C) from T - 1 down, open_ (B, 1, N, T)
         source = self.norm(torch.cat((before, z), dim=1))
@@ -126,8 +140,8 @@ class RelativeBlock(nn.Module):
         content, distance = (bias.view(self.heads, 1, -1).to(q.dtype) for bias in biases)
         scores = _shifted((q + distance) @ r.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         seen = masked(q + content, k, v, scores.masked_fill(~open_, -torch.inf))
-        z = z + self.dropout(self.out(seen.transpose(1, 2).flatten(2)))
-        return z + self.dropout(self.mlp(self.mlp_norm(z)))
+        z = z + drop(self.out(seen.transpose(1, 2).flatten(2)), self.dropout, seeds)
+        return z + drop(self.mlp(self.mlp_norm(z)), self.dropout, branch(seeds, 1))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -172,22 +186,35 @@ class TransformerXL(Decoder):
         return self.config.memory if self.training else self.config.evaluation_memory
 
     def _latents(
-        self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        count: int,
+        lengths: Tensor | None,
+        padded: bool,
+        seeds: Tensor | None = None,
     ) -> Tensor:
         """Segments one after the other, each without a gradient to those before."""
         visible = None if lengths is None else real(tokens, lengths)
         end, past = tokens.shape[1], None
         last, begin = end - count, max(0, end - count - self.reach)
-        for stop in reversed(range(last, begin, -self.config.segment)):
+        for number, stop in enumerate(reversed(range(last, begin, -self.config.segment)), 1):
             part = slice(begin, stop)
             with torch.no_grad():
-                _, past = self.segment(tokens[:, part], past, None if visible is None else visible[:, part])
+                shown = None if visible is None else visible[:, part]
+                _, past = self.segment(tokens[:, part], past, shown, seeds=branch(seeds, -number))
             begin = stop
-        z, _ = self.segment(tokens[:, last:], past, None if visible is None else visible[:, last:], keep=0)
+        shown = None if visible is None else visible[:, last:]
+        z, _ = self.segment(tokens[:, last:], past, shown, keep=0, seeds=seeds)
         return z
 
     def segment(
-        self, tokens: Tensor, past: Past | None, visible: Tensor | None, keep: int | None = None
+        self,
+        tokens: Tensor,
+        past: Past | None,
+        visible: Tensor | None,
+        keep: int | None = None,
+        seeds: Tensor | None = None,
     ) -> tuple[Tensor, Past]:
         """States (B, N, C) of a segment's inputs behind all layers, and the memory for the next.
 
@@ -200,13 +227,14 @@ class TransformerXL(Decoder):
         keys = held + z.shape[1]
         gone = max(0, keys - (self.reach if keep is None else keep))
         shown = z.new_ones(len(z), keys, dtype=torch.bool) if visible is None else visible
-        open_ = self._open(shown, z.shape[1])
+        of_memory, *layers_seeds = branches(seeds, 1 + self.config.layers)
+        open_ = self._open(shown, z.shape[1], of_memory)
         distances = self.distances(torch.arange(keys - 1, -1, -1, device=z.device)[:, None]).to(z.dtype)
-        biases, kept = self.biases.weight.unbind(), []
-        for block, (memory,) in zip(self.self_attends, before, strict=True):
-            kept.append((torch.cat((memory[:, gone:], z[:, max(0, gone - held) :]), dim=1).detach(),))
-            z = self._run(block, z, memory, distances, biases, open_)
-        return z, Past(kept, None if visible is None else visible[:, gone:])
+        biases, states = self.biases.weight.unbind(), []
+        for block, (memory,), block_seeds in zip(self.self_attends, before, layers_seeds, strict=True):
+            states.append((torch.cat((memory[:, gone:], z[:, max(0, gone - held) :]), dim=1).detach(),))
+            z = self._run(block, z, memory, distances, biases, open_, block_seeds)
+        return z, Past(states, None if visible is None else visible[:, gone:])
 
     def blank(self, rows: int) -> Past:
         """A memory of zeros, as long as a segment sees."""
@@ -217,15 +245,14 @@ class TransformerXL(Decoder):
         self, tokens: Tensor, targets: Tensor, past: Past | None, visible: Tensor | None
     ) -> tuple[Scores, Past]:
         """What is known of the targets (B, N) of a segment, and the memory for the next."""
-        z, past = self.segment(tokens, past, visible)
+        z, past = self.segment(tokens, past, visible, seeds=self._seeds(tokens))
         return self.output(self.norm(z), self.embedding.tokens, targets), past
 
-    def _open(self, shown: Tensor, inputs: int) -> Tensor:
+    def _open(self, shown: Tensor, inputs: int, seeds: Tensor | None) -> Tensor:
         """Which of the keys shown, (B, T), each of the last few may see, its own always: (B, 1, N, T)."""
         keys, before = shown.shape[1], shown.shape[1] - inputs
-        if self.training and self.config.memory_dropout:
-            kept = torch.rand(len(shown), before, device=shown.device) >= self.config.memory_dropout
-            shown = shown & F.pad(kept, (0, inputs), value=True)
+        if seeds is not None and self.config.memory_dropout:
+            shown = shown & F.pad(kept(seeds, self.config.memory_dropout, before), (0, inputs), value=True)
         key = torch.arange(keys, device=shown.device)
         own = key[before:, None]
         return ((key <= own) & (shown[:, None] | (key == own)))[:, None]

@@ -1,52 +1,133 @@
 """Checkpoints: written beside and renamed, with checksums; the newest good one is read back."""
 
 import errno
+import functools
 import os
+import pickle
 import shutil
+import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from perceiver_ar.distributed import Ranks, as_parts, whole_here
+from perceiver_ar.optim import begin_state, local_part
 from perceiver_ar.sealed import Damaged, check_version, file_digest, read_sealed, write_sealed
 
-FORMAT_VERSION = 1
-TENSORS, STATE = "tensors.safetensors", "state.json"
+FORMAT_VERSION = 2
+STATE = "state.json"
+_FIRST = "tensors.safetensors"
+"""All tensors of a checkpoint of the first format."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on: tensors by name, and plain values."""
+    """Everything a run needs to go on: tensors by name, of which a rank may have a part, and plain values."""
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
 
-def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) -> Path:
-    """Writes checkpoints/step-…, then removes all but the newest few."""
-    place = folder / f"step-{step:08d}"
-    write_folder(place, lambda beside: _write(beside, checkpoint))
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
-    return place
+class Keeper:
+    """Writes checkpoints/step-… in a thread, while training goes on: what is written is copied first.
+
+    Use as a context, which ends when nothing is being written any more.
+    """
+
+    def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
+        self.folder, self.keep, self.ranks, self.group = folder, keep, ranks, ranks.aside()
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self.pending: Future[None] | None = None
+        self.writing = 0
+        """Step of the one that is being written."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.pool.shutdown()
+
+    def save(self, step: int, checkpoint: Checkpoint) -> None:
+        """Begins to write, once what was begun before is written."""
+        self.wait()
+        place = self.folder / f"step-{step:08d}"
+        beside = self.ranks.first(lambda: _make(_beside(place, f"{os.getpid()}.")))
+        tensors = share(checkpoint.tensors, self.ranks)
+        written = _dcp().async_save(tensors, checkpoint_id=beside, process_group=self.group)
+        self.pending = self.pool.submit(self._seal, written, beside, place, checkpoint.state)
+        self.writing = step
+
+    def wait(self) -> None:
+        """Until nothing is being written; where that failed on one rank, all raise it."""
+        pending, self.pending, self.writing = self.pending, None, 0
+        if pending is None:
+            return
+        failure = None
+        try:
+            pending.result()
+        except OSError as error:
+            failure = error
+        failures = [error for error in self.ranks.gather(failure) if error is not None]
+        if failures:
+            raise failures[0]
+
+    def _seal(self, written: Any, beside: Path, place: Path, state: dict[str, Any]) -> None:
+        """Once all ranks have written: checksums, and the name by which it is found."""
+        try:
+            written.result()
+            if self.ranks.leads:
+                digests = {path.name: file_digest(path) for path in sorted(beside.iterdir())}
+                write_sealed(beside / STATE, {"format_version": FORMAT_VERSION, "files": digests, **state})
+                _settle(beside, place)
+                for old in checkpoints(self.folder)[: -self.keep]:
+                    shutil.rmtree(old)
+        except BaseException as error:  # torch's own is no Exception
+            shutil.rmtree(beside, ignore_errors=True)
+            raise OSError(
+                errno.ENOSPC if disk_is_full(error) else errno.EIO, str(error), str(place)
+            ) from error
+
+
+def share(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """What this rank writes: all that it has alone, and a part of what every rank has alike."""
+    alike = [name for name, x in tensors.items() if whole_here(x)]
+    common = set.intersection(*map(set, ranks.gather(alike)))
+    others = common.difference(sorted(common)[ranks.rank :: ranks.size])
+    return {name: x.detach() for name, x in tensors.items() if name not in others}
 
 
 def write_folder(place: Path, write: Callable[[Path], None]) -> None:
     """Fills a folder beside its place and renames it; on failure, what was there before stays."""
-    beside, old = place.with_name(f".{place.name}.partial"), place.with_name(f".{place.name}.old")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = _beside(place)
     try:
-        beside.mkdir(parents=True)
-        write(beside)
-        for path in beside.iterdir():
-            _flush(path)
+        write(_make(beside))
+        _settle(beside, place)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+def _beside(place: Path, writer: str = "") -> Path:
+    return place.with_name(f".{place.name}.{writer}partial")
+
+
+def _make(beside: Path) -> Path:
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
+
+
+def _settle(beside: Path, place: Path) -> None:
+    """Gives a folder that is whole its name."""
+    old = place.with_name(f".{place.name}.old")
+    for path in beside.iterdir():
+        _flush(path)
     if place.exists():
         shutil.rmtree(old, ignore_errors=True)
         place.rename(old)
@@ -63,39 +144,96 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _write(folder: Path, checkpoint: Checkpoint) -> None:
-    save_file({name: x.detach().contiguous() for name, x in checkpoint.tensors.items()}, folder / TENSORS)
-    state = {"format_version": FORMAT_VERSION, "tensors_sha256": file_digest(folder / TENSORS)}
-    write_sealed(folder / STATE, state | checkpoint.state)
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """All that were written, oldest first."""
     return sorted(folder.glob("step-*")) if folder.exists() else []
 
 
-def load_checkpoint(place: Path, device: torch.device) -> Checkpoint:
-    """Reads one, or raises Damaged."""
+def check(place: Path) -> dict[str, Any]:
+    """The plain values of a checkpoint; raises Damaged unless all of it is as it was written."""
     state = read_sealed(place / STATE)
-    check_version(state["format_version"], FORMAT_VERSION, place)
-    if not (place / TENSORS).exists() or file_digest(place / TENSORS) != state["tensors_sha256"]:
-        raise Damaged(f"{place / TENSORS} is missing or damaged.")
-    return Checkpoint(load_file(place / TENSORS, device=str(device)), state)
+    first = state["format_version"] == 1
+    if not first:
+        check_version(state["format_version"], FORMAT_VERSION, place)
+    files = {_FIRST: state["tensors_sha256"]} if first else state["files"]
+    for name, wanted in files.items():
+        if not (place / name).exists() or file_digest(place / name) != wanted:
+            raise Damaged(f"{place / name} is missing or damaged.")
+    return state
 
 
-def load_newest(folder: Path, device: torch.device, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest that is good; None where there is none at all. Damaged ones after it are set aside."""
+def read_into(tensors: dict[str, Tensor], place: Path) -> set[str]:
+    """Fills those tensors that a checkpoint holds, each rank its own parts; returns which those are."""
+    if (place / _FIRST).exists():
+        saved = load_file(place / _FIRST)
+        for name in tensors.keys() & saved:
+            tensors[name].copy_(as_parts(saved[name], tensors[name]))
+        return tensors.keys() & saved
+    reader = plain_reader(place)
+    held = tensors.keys() & reader.read_metadata().state_dict_metadata.keys()
+    _dcp().load({name: tensors[name] for name in held}, storage_reader=reader)
+    return held
+
+
+def plain_reader(place: Path) -> Any:
+    """Torch's, but of its pickled list of contents nothing is built that is not part of such a list."""
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (module, name) in _CONTENTS or (module == "torch" and name in _KINDS):
+                return super().find_class(module, name)
+            raise Damaged(f"{place / '.metadata'} holds {module}.{name}, which is none of a checkpoint's.")
+
+    class Reader(_dcp().FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with (place / ".metadata").open("rb") as file:
+                found = Plain(file).load()
+            found.storage_meta = found.storage_meta or StorageMeta()
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    return Reader(place)
+
+
+_KINDS = {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"}
+_CONTENTS = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+            *("ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+
+
+@functools.cache
+def _dcp() -> Any:
+    """Torch's distributed checkpoints, which take a while to import, and warn where there is one process."""
+    import torch.distributed.checkpoint as dcp
+
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    return dcp
+
+
+def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest that is good, if there is any at all; damaged ones after it are renamed."""
     damaged: list[Path] = []
     for place in reversed(checkpoints(folder)):
         try:
-            found = load_checkpoint(place, device)
+            check(place)
         except Damaged as error:
             warn(f"{error} Trying the one before.")
             damaged.append(place)
             continue
         for bad in damaged:
             bad.rename(bad.with_name(f"damaged-{bad.name}"))
-        return found
+        return place
     if damaged:
         raise ValueError(f"no checkpoint in {folder} is whole: remove that folder to start anew.")
     return None
@@ -115,32 +253,32 @@ def recover(folder: Path) -> None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space (safetensors says so only in words)."""
+    """Whether a write failed for want of space, which safetensors and torch say only in words."""
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    return full or "No space left on device" in str(error) or "os error 28" in str(error)
+    words = "No space left on device", "os error 28", "unexpected pos"
+    return full or any(said in str(error) for said in words)
 
 
 def pack(model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]) -> dict[str, Tensor]:
     """Weights, their average, and the optimizer's state, by parameter name."""
     tensors: dict[str, Tensor] = {}
+    state = local_part(optimizer).state
+    # A step of fsdp that was given up leaves other parameters in the model than the optimizer knows.
+    assert sum(parameter in state for parameter in model.parameters()) == len(state)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         tensors[f"model.{name}"] = parameter
         if average:
             tensors[f"average.{name}"] = average[index]
-        for key, value in optimizer.state[parameter].items():
+        for key, value in state.get(parameter, {}).items():
             tensors[f"optimizer.{key}.{name}"] = value
     return tensors
 
 
 @torch.no_grad()
-def unpack(
-    tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]
-) -> None:
-    """The reverse of pack, in place."""
-    kinds = {name.split(".", 2)[1] for name in tensors if name.startswith("optimizer.")}
-    for index, (name, parameter) in enumerate(model.named_parameters()):
-        parameter.copy_(tensors[f"model.{name}"])
-        if average:
-            average[index].copy_(tensors[f"average.{name}"])
-        for key in kinds:
-            optimizer.state[parameter][key] = tensors[f"optimizer.{key}.{name}"].clone()
+def unpack(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]) -> None:
+    """The reverse of pack, from a checkpoint and in place."""
+    begin_state(optimizer)
+    wanted = {name: x.detach() for name, x in pack(model, optimizer, average).items()}
+    missing = wanted.keys() - read_into(wanted, place)
+    if missing:
+        raise Damaged(f"{place} lacks {min(missing)}.")

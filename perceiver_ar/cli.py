@@ -2,11 +2,13 @@
 
 import json
 import sys
-from dataclasses import make_dataclass, replace
+from dataclasses import asdict, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+
+from perceiver_ar.config import Experiment
 
 app = tyro.extras.SubcommandApp()
 
@@ -93,6 +95,26 @@ def prepare_task(arguments: list[str]) -> None:
     print(f"{store.folder}: vocabulary {size:,} with the special tokens, stored as {kind}")
 
 
+def preset_fields(name: str) -> tuple[Experiment, list[tuple[str, Any, Any]]]:
+    """An experiment, and the options that its settings are the defaults of."""
+    from perceiver_ar import presets, tasks
+
+    experiment = presets.get(name)
+    fields: list[tuple[str, Any, Any]] = [
+        (part, type(value), value)
+        for part, value in (("model", experiment.model), ("train", experiment.train))
+    ]
+    if tasks.is_known(experiment.task):
+        task = tasks.get(experiment.task, experiment.options)
+        fields.append(("task", type(task), task))
+    return experiment, fields
+
+
+def as_chosen(experiment: Experiment, chosen: Any) -> Experiment:
+    options = chosen.task.to_dict() if hasattr(chosen, "task") else experiment.options
+    return replace(experiment, model=chosen.model, train=chosen.train, options=options)
+
+
 @app.command(name="train")
 def train(preset: Annotated[str, tyro.conf.Positional]) -> None:
     """Train a preset, with any of its settings changed: `perceiver-ar train PRESET --help`."""
@@ -107,15 +129,8 @@ def train_preset(arguments: list[str]) -> None:
         )
         print("`perceiver-ar presets` lists the presets, `perceiver-ar train PRESET --help` all settings.")
         sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
-    from perceiver_ar import presets, tasks
-
-    experiment = presets.get(arguments[0])
-    known = tasks.is_known(experiment.task)
-    task = tasks.get(experiment.task, experiment.options) if known else None
-    fields: list[tuple[str, Any, Any]] = [
-        ("model", type(experiment.model), experiment.model),
-        ("train", type(experiment.train), experiment.train),
-        *([("task", type(task), task)] if task is not None else []),
+    experiment, fields = preset_fields(arguments[0])
+    fields += [
         ("data", Annotated[tuple[Path, ...], tyro.conf.arg(help="Token stores made by `prepare`.")], ()),
         (
             "weights",
@@ -131,6 +146,7 @@ def train_preset(arguments: list[str]) -> None:
     chosen: Any = tyro.cli(
         kind, args=arguments[1:], prog=f"perceiver-ar train {arguments[0]}", description="Train a model."
     )
+    from perceiver_ar.distributed import leave, restarts
     from perceiver_ar.training import train
 
     if chosen.weights and len(chosen.weights) != len(chosen.data):
@@ -138,11 +154,42 @@ def train_preset(arguments: list[str]) -> None:
     if len({path.resolve() for path in chosen.data}) < len(chosen.data):
         raise ValueError("the same store stands twice in --data.")
     data = dict(zip(chosen.data, chosen.weights or [1.0] * len(chosen.data), strict=True))
-    options = chosen.task.to_dict() if task is not None else experiment.options
-    experiment = replace(experiment, model=chosen.model, train=chosen.train, options=options)
+    experiment = as_chosen(experiment, chosen)
     result = train(experiment, data, chosen.out, resume=chosen.resume, init=chosen.init, device=chosen.device)
-    if result["signal"]:
+    leave()
+    done, most = restarts()
+    if result["signal"] and done == most:  # else torchrun would start again what was asked to stop
         sys.exit(128 + result["signal"])
+
+
+@app.command(name="plan")
+def plan(preset: Annotated[str, tyro.conf.Positional]) -> None:
+    """Say what training a preset would cost: `perceiver-ar plan PRESET --gpus 8 --gpu h200`."""
+    raise AssertionError("run by plan_preset, which knows the preset's own settings")
+
+
+def plan_preset(arguments: list[str]) -> None:
+    """The settings of the preset are the defaults of the options, as in training."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: perceiver-ar plan PRESET [--gpus 8] [--gpu h200] [--train.batch-size 64 ...]")
+        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+    from perceiver_ar.plan import GPUS, plan
+
+    experiment, fields = preset_fields(arguments[0])
+    fields += [
+        ("gpus", Annotated[int, tyro.conf.arg(help="How many.")], 1),
+        ("gpu", Annotated[str, tyro.conf.arg(help=f"Which: {', '.join(GPUS)}.")], "h200"),
+        ("as_json", Json, False),
+    ]
+    kind = make_dataclass("Plan", fields, frozen=True)
+    chosen: Any = tyro.cli(
+        kind,
+        args=arguments[1:],
+        prog=f"perceiver-ar plan {arguments[0]}",
+        description="What training it would cost. The sums fit one H200 within 15 %; no other GPU was tried.",
+    )
+    found = plan(as_chosen(experiment, chosen), chosen.gpu, chosen.gpus)
+    print(json.dumps(asdict(found)) if chosen.as_json else found)
 
 
 @app.command(name="evaluate")
@@ -160,7 +207,7 @@ def evaluate(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Score every token of a split once, with strided windows.
+    """Score every token of a split once, with strided windows; under torchrun, they are shared out.
 
     Args:
         run: Folder of a run.
@@ -178,7 +225,7 @@ def evaluate(
     import torch
 
     from perceiver_ar.architectures import compile_blocks
-    from perceiver_ar.device import pick_device
+    from perceiver_ar.distributed import join, leave
     from perceiver_ar.evaluation import evaluate, predict
     from perceiver_ar.plots import check_picture, draw_positions
     from perceiver_ar.quantized import quantize
@@ -187,7 +234,8 @@ def evaluate(
 
     if plot is not None:
         check_picture(plot)
-    model, task, before = load(run, str(pick_device(device)))
+    ranks, where = join(device, minutes=24 * 60)  # some windows take longer than others
+    model, task, before = load(run, str(where))
     source = open_source(task.name, task.to_dict(), data or before)
     check_vocabulary(source, model)
     if int8:
@@ -195,7 +243,7 @@ def evaluate(
     if compile:
         compile_blocks(model)
     documents = source.documents(split)
-    with progress_bar(not as_json, "scoring") as progress:
+    with progress_bar(ranks.leads and not as_json, "scoring") as progress:
         report = evaluate(
             model,
             source.task,
@@ -205,7 +253,11 @@ def evaluate(
             context=context,
             batch_size=batch_size,
             progress=progress,
+            ranks=ranks,
         )
+    leave()
+    if not ranks.leads:
+        return
     if plot is not None:
         draw_positions(report, plot)
     if as_json:
@@ -289,7 +341,7 @@ def generate(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Draw what follows a prompt.
+    """Draw what follows a prompt; under torchrun, samples are shared out.
 
     Args:
         run: Folder of a run.
@@ -309,7 +361,8 @@ def generate(
         int8: Keep the weights of the blocks in eight bits: half the memory.
         out: File to write to; several samples are numbered.
     """
-    from perceiver_ar.device import best_dtype, pick_device
+    from perceiver_ar.device import best_dtype
+    from perceiver_ar.distributed import join, leave
     from perceiver_ar.drawing import draw
     from perceiver_ar.quantized import quantize
     from perceiver_ar.run import load
@@ -318,7 +371,7 @@ def generate(
         raise ValueError("give --prompt or --prompt-file, not both.")
     if keep is not None and prompt_file is None:
         raise ValueError("--keep says how much of a --prompt-file is taken: give one.")
-    where = pick_device(device)
+    ranks, where = join(device, minutes=24 * 60)  # one may have to wait for much longer samples
     model, task, _ = load(run, str(where))
     model = model.to(best_dtype(where))
     if int8:
@@ -339,8 +392,9 @@ def generate(
         "latents": latents,
         "seed": seed,
     }
-    report = draw(model, task, given, tokens, samples, out, quiet=as_json, **settings)
-    if as_json:
+    report = draw(model, task, given, tokens, samples, out, quiet=as_json, ranks=ranks, **settings)
+    leave()
+    if as_json and ranks.leads:
         print(json.dumps(report))
 
 
@@ -406,10 +460,9 @@ def reproduce(
 def main() -> None:
     """Runs a command; a user's mistake ends with one sentence and status 2."""
     try:
-        if sys.argv[1:2] == ["train"]:
-            train_preset(sys.argv[2:])
-        elif sys.argv[1:2] == ["prepare"]:
-            prepare_task(sys.argv[2:])
+        own = {"prepare": prepare_task, "train": train_preset, "plan": plan_preset}
+        if sys.argv[1:2] and sys.argv[1] in own:
+            own[sys.argv[1]](sys.argv[2:])
         else:
             app.cli(
                 prog="perceiver-ar",

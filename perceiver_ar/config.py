@@ -308,6 +308,9 @@ class TransformerXLConfig(Config, Baseline):
 AnyModelConfig = ModelConfig | TransformerConfig | TransformerXLConfig
 
 
+Parallel = Literal["ddp", "zero1", "fsdp", "hybrid"]
+
+
 @dataclass(frozen=True)
 class TrainConfig(Config):
     """How a model is trained. Defaults are the paper's common settings (appendix F.1)."""
@@ -317,7 +320,8 @@ class TrainConfig(Config):
     batch_size: int = 128
     """Sequences a step."""
     micro_batch_size: int | None = None
-    """Sequences computed at once. Default: the batch, halved by itself until it fits into memory."""
+    """Sequences that a process computes at once. Default: its share of the batch; of a process alone,
+    halved by itself until it fits into memory."""
     learning_rate: float = 3e-4
     """Adam's peak learning rate."""
     warmup_steps: int = 10_000
@@ -346,6 +350,13 @@ class TrainConfig(Config):
     """auto: bf16 where the GPU has it."""
     compile: bool = False
     """Compile each block: faster on a GPU after a minute's wait."""
+    parallel: Parallel = "ddp"
+    """Under torchrun. ddp: every process holds everything; zero1: the optimizer's state is spread over
+    them; fsdp: weights and gradients too; hybrid: the same within each machine."""
+    context_parallel: int = 1
+    """Under torchrun: how many processes share the inputs of each sequence, for contexts too long for one."""
+    timeout_minutes: float = 10.0
+    """Under torchrun: how long nothing may move before the process to blame is named and all end."""
     deterministic: bool = False
     """Give up some speed so that a resumed run on a GPU repeats an uninterrupted one bit for bit."""
     log_every: int = 10
@@ -377,6 +388,8 @@ class TrainConfig(Config):
         )
         require(self.learning_rate > 0, "learning_rate must be above 0.")
         require(self.clip_norm > 0, "clip_norm must be above 0.")
+        require(self.context_parallel >= 1, "context_parallel must be at least 1.")
+        require(0 < self.timeout_minutes <= 10_000, "timeout_minutes must be above 0 and at most 10,000.")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas must be two numbers below 1."
         )

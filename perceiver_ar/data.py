@@ -28,10 +28,11 @@ class Batch:
     targets: Tensor  # (B, N), UNSCORED where nothing counts
     positions: Tensor | None  # (B or 1, M, A); None: from 0 at the first real input
     lengths: Tensor | None  # (B,); None: nothing is padded
+    seeds: Tensor | None = None  # (B,), of dropout
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """The same change to every part."""
-        parts: list[Any] = [self.inputs, self.targets, self.positions, self.lengths]
+        parts: list[Any] = [self.inputs, self.targets, self.positions, self.lengths, self.seeds]
         return Batch(*(x if x is None else change(x) for x in parts))
 
     def to(self, device: torch.device) -> "Batch":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from perceiver_ar.attention import Blocks, Rotation, blocks_shown, rotation
+from perceiver_ar.chance import new_seeds
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
 from perceiver_ar.pretrained import Pretrained
 
@@ -26,7 +27,13 @@ class Decoder(Pretrained):
     output: Output | AdaptiveOutput
 
     def _latents(
-        self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        count: int,
+        lengths: Tensor | None,
+        padded: bool,
+        seeds: Tensor | None = None,
     ) -> Tensor:
         """The latents, of which some may be padded, (B, N, C): what tells one model from another."""
         raise NotImplementedError
@@ -58,6 +65,7 @@ class Decoder(Pretrained):
         latents: int | None = None,
         lengths: Tensor | None = None,
         targets: Tensor | None = None,
+        seeds: Tensor | None = None,
     ) -> Any:
         """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their Scores.
 
@@ -65,7 +73,8 @@ class Decoder(Pretrained):
         padding itself means nothing. Lengths are best left on the CPU, where they can be looked at for
         nothing: without padded latents the self-attends are faster. positions (B, M) or (B, M, A)
         default to 0, 1, ... from the first real token. latents defaults to the config's, and to the
-        number of targets.
+        number of targets. In training, what is dropped of an example follows from its seed, (B,) whole
+        numbers of 32 bits, by default drawn.
         """
         # One entry for logits and loss, since DDP and FSDP only see calls of forward.
         if targets is not None:
@@ -75,8 +84,22 @@ class Decoder(Pretrained):
         padded, tokens = _some_padded(tokens, lengths, count), tokens.long()
         lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=tokens.is_cuda)
         positions = self.place(tokens, positions, lengths)
-        z = self.norm(self._latents(tokens, positions, count, lengths, padded))
+        seeds = self._seeds(tokens, seeds)
+        z = self.norm(self._latents(tokens, positions, count, lengths, padded, seeds))
         return self.output(z, self.embedding.tokens, targets)
+
+    def _seeds(self, tokens: Tensor, seeds: Tensor | None = None) -> Tensor | None:
+        """Of what is dropped of each example, (B,): as given, or drawn; None where nothing is dropped."""
+        if seeds is not None and (seeds.shape != tokens.shape[:1] or seeds.is_floating_point()):
+            raise ValueError(
+                f"seeds must be whole numbers of shape ({len(tokens)},), not {_describe(seeds)}."
+            )
+        shares = ("residual_dropout", "latent_dropout", "cross_dropout", "memory_dropout")
+        if not self.training or not any(getattr(self.config, share, 0.0) for share in shares):
+            return None
+        if seeds is None:
+            return new_seeds(len(tokens), tokens.device)
+        return seeds.to(tokens.device, torch.int32)
 
     def _count(self, tokens: Tensor, latents: int | None) -> int:
         """The number of latents: as asked, but no more than there are inputs."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from perceiver_ar.decoder import Decoder
+from perceiver_ar.distributed import Ranks
 from perceiver_ar.generation import stream
 from perceiver_ar.report import progress_bar
 from perceiver_ar.tasks.base import EOS, PAD, Task
@@ -25,9 +26,13 @@ def draw(
     samples: int,
     out: Path | None,
     quiet: bool,
+    ranks: Ranks,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Draws so many samples at once, shows or writes them, and reports them with the rate."""
+    """Draws so many samples at once, shows or writes them, and reports them with the rate.
+
+    Several ranks share the samples; the first shows and writes them.
+    """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, but is {samples}.")
     if out is not None:
@@ -38,14 +43,19 @@ def draw(
         raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
     count = _count(model, task, prompt) if count is None else count
     began = time.perf_counter()
-    drawing = _tokens(model, task, prompt, count, samples, settings)
+    here, quiet = ranks.rows(samples), quiet or not ranks.leads
+    drawing = _tokens(model, task, prompt, count, here, settings)
     if samples == 1 and out is None and not quiet:
         rows = [_typed(drawing, task, prompt)]
     else:
         rows = _counted(drawing, count, quiet)
+    rows = [row for found in ranks.gather(rows) for row in found]
     seconds = time.perf_counter() - began
     texts = [_text(task, prompt, row) for row in rows]
-    files, together = ([None] * samples, None) if out is None else _save(task, prompt, rows, out)
+    if out is None:
+        files, together = [None] * samples, None
+    else:
+        files, together = ranks.first(lambda: _save(task, prompt, rows, out))
     if not quiet:
         _tell(texts, [*files, *([together] if together else [])], seconds, sum(map(len, rows)))
     return {
@@ -80,17 +90,23 @@ def _text(task: Task, prompt: Tokens, row: Tokens) -> str | None:
 
 
 def _tokens(
-    model: Decoder, task: Task, prompt: Tokens, count: int, samples: int, settings: dict[str, Any]
+    model: Decoder, task: Task, prompt: Tokens, count: int, here: slice, settings: dict[str, Any]
 ) -> Iterator[Tokens]:
-    """One token of each sample after the other, (samples,); PAD where a sample has ended."""
+    """One token of each sample after the other, (samples,); PAD where a sample has ended.
+
+    here: which of all samples.
+    """
+    if here.start == here.stop:
+        return iter(())
     positions = task.positions(np.arange(len(prompt) + count)[None])
     drawing = stream(
         model,
-        torch.from_numpy(prompt).long().expand(samples, -1),
+        torch.from_numpy(prompt).long().expand(here.stop - here.start, -1),
         count,
         positions=None if positions is None else torch.from_numpy(positions),
         allowed=lambda t: task.allowed(len(prompt) + t, model.config.vocab_size),
         stop=EOS if task.ends else None,
+        above=here.start,
         **settings,
     )
     return (token.cpu().numpy() for token in drawing)
@@ -116,7 +132,7 @@ def _counted(drawing: Iterator[Tokens], count: int, quiet: bool) -> list[Tokens]
         for token in drawing:
             steps.append(token)
             progress(len(steps), count)
-    return [row[row != PAD] for row in np.stack(steps, axis=1)]
+    return [row[row != PAD] for row in np.stack(steps, axis=1)] if steps else []
 
 
 def _save(task: Task, prompt: Tokens, rows: list[Tokens], out: Path) -> tuple[list[str], str | None]:

@@ -4,12 +4,13 @@ Windows of up to M inputs end S targets apart, and each scores the S targets tha
 it did (appendix G). Losses are sums and counts until the very end.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,12 +20,14 @@ from perceiver_ar.baselines import TransformerXL
 from perceiver_ar.data import collate
 from perceiver_ar.decoder import real
 from perceiver_ar.device import autocast
+from perceiver_ar.distributed import Ranks, joined
 from perceiver_ar.embedding import Scores
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window
 
 _BOUNDS = 512 << np.arange(40)
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -50,6 +53,15 @@ class Totals:
                 total, count = self.by_position.get(int(_BOUNDS[bound]), (0.0, 0))
                 self.by_position[int(_BOUNDS[bound])] = total + float(inside.sum()), count + len(inside)
 
+    def merged(self, other: "Totals") -> "Totals":
+        """Those of both."""
+        right = None if self.right is None or other.right is None else self.right + other.right
+        places = dict(self.by_position)
+        for bound, (nats, count) in other.by_position.items():
+            before = places.get(bound, (0.0, 0))
+            places[bound] = before[0] + nats, before[1] + count
+        return Totals(self.nats + other.nats, self.tokens + other.tokens, right, places)
+
     def report(self, task: Task, counts: Mapping[str, int]) -> dict[str, Any]:
         """Means: nats and bits a token, what the task makes of them, and nats by position."""
         mean = self.nats / self.tokens
@@ -74,17 +86,21 @@ def evaluate(
     context: int | None = None,
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Scores documents and reports the means.
 
     latents and context, the most inputs of a window, default to the model's; stride to half the latents.
+    Several ranks share the windows, and all report on all of them; progress is called in step.
     """
-    totals = Totals()
+    ranks, totals = ranks or Ranks(), Totals()
     wanted = sum(document.stop - document.first for document in documents)
-    for nats, right, places in score(model, task, documents, latents, stride, batch_size, context):
-        totals.add(nats, right, places)
+    for nats, right, places in score(model, task, documents, latents, stride, batch_size, context, ranks):
+        if places:
+            totals.add(nats, right, places)
         if progress is not None:
-            progress(totals.tokens, wanted)
+            progress(min(wanted, totals.tokens * ranks.size), wanted)
+    totals = functools.reduce(Totals.merged, ranks.gather(totals))
     if not totals.tokens:
         raise ValueError("there is nothing to evaluate: the documents hold no token that is scored.")
     config: Any = model.config
@@ -100,10 +116,12 @@ def score(
     stride: int | None,
     batch_size: int,
     context: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None, list[range]]]:
     """Batches of nats and hits (B, N), and the places in their documents that each row scores.
 
-    Without a stride, Transformer-XL reads on: each segment with the memory of all before it.
+    Without a stride, Transformer-XL reads on: each segment with the memory of all before it. Ranks have
+    different batches, but as many: some without places, which count for nothing.
     """
     config: Any = model.config
     if batch_size < 1:
@@ -116,11 +134,11 @@ def score(
     context = config.context if context is None else context
     if not 1 <= context <= config.context:
         raise ValueError(f"context must be from 1 to {config.context}, but is {context}.")
-    training, before = model.training, None
+    training, before, ranks = model.training, None, ranks or Ranks()
     batches = (
-        _in_segments(reading_on, task, documents, latents, batch_size)
+        _in_segments(reading_on, task, documents, latents, batch_size, ranks)
         if reading_on is not None
-        else _in_windows(model, task, documents, latents, stride, context, batch_size)
+        else _in_windows(model, task, documents, latents, stride, context, batch_size, ranks)
     )
     model.eval()
     try:
@@ -147,42 +165,68 @@ def _in_windows(
     stride: int,
     context: int,
     batch_size: int,
+    ranks: Ranks,
 ) -> Scored:
     """Each window for itself."""
     device = next(model.parameters()).device
     found = (pair for document in documents for pair in windows(document, context, stride))
-    while chunk := list(islice(found, batch_size)):
-        batch = collate([w for w, _ in chunk], latents, task).to(device)
-        with torch.inference_mode(), autocast(device):
+    for chunk, here in _dealt(found, batch_size, ranks):
+        batch = collate([w for w, _ in here or chunk[:1]], latents, task).to(device)
+        with _quietly(), autocast(device):
             scores = model(
                 batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
             )
-        yield scores, [places for _, places in chunk]
+        yield scores, [places for _, places in here]
 
 
 def _in_segments(
-    model: TransformerXL, task: Task, documents: Iterable[Document], segment: int, batch_size: int
+    model: TransformerXL,
+    task: Task,
+    documents: Iterable[Document],
+    segment: int,
+    batch_size: int,
+    ranks: Ranks,
 ) -> Scored:
     """A few documents side by side, which end together, by segments with the memory of those before."""
     device = next(model.parameters()).device
     scored = (document for document in documents if document.first < document.stop)
-    while chunk := list(islice(scored, batch_size)):
-        wholes = [Window(d.tokens[: d.stop], 0, d.stop - d.first) for d in chunk]
-        batch = collate(wholes, max(d.stop for d in chunk), task)
-        inputs = batch.inputs.shape[1]
+    for chunk, here in _dealt(scored, batch_size, ranks):
+        wholes = [Window(d.tokens[: d.stop], 0, d.stop - d.first) for d in here or chunk[:1]]
+        batch = collate(wholes, max(len(w.tokens) for w in wholes), task)
+        inputs, longest = batch.inputs.shape[1], max(d.stop for d in chunk) - 1  # here, and of all ranks
         shown = None if batch.lengths is None else real(batch.inputs, batch.lengths)
         past, begin = None, 0
         for end in range(inputs % segment or segment, inputs + 1, segment):
             part = slice(begin, end)
             visible = None if shown is None else shown[:, part].to(device)
-            with torch.inference_mode(), autocast(device):
+            with _quietly(), autocast(device):
                 scores, past = model.score_on(
                     batch.inputs[:, part].to(device), batch.targets[:, part].to(device), past, visible
                 )
-            ends = [d.stop - inputs + end for d in chunk]
-            first = [max(d.first, last - end + begin) for d, last in zip(chunk, ends, strict=True)]
+            ends = [d.stop - inputs + end for d in here]
+            first = [max(d.first, last - end + begin) for d, last in zip(here, ends, strict=True)]
             yield scores, [range(a, max(a, b)) for a, b in zip(first, ends, strict=True)]
             begin = end
+        for _ in range(math.ceil(longest / segment) - math.ceil(inputs / segment)):
+            with _quietly(), autocast(device):
+                scores, _ = model.score_on(
+                    batch.inputs[:, :1].to(device), batch.targets[:, :1].to(device), None, None
+                )
+            yield scores, []
+
+
+def _dealt(items: Iterator[Item], each: int, ranks: Ranks) -> Iterator[tuple[list[Item], list[Item]]]:
+    """What all ranks take at once, each so many, and what this one has of it: in the end perhaps nothing.
+
+    Even then it must call the model, as often as they do: they may need its part of the weights.
+    """
+    while chunk := list(islice(items, each * ranks.size)):
+        yield chunk, chunk[ranks.rank * each : (ranks.rank + 1) * each]
+
+
+def _quietly() -> Any:
+    """Without gradients. Weights that ranks gather must not be marked as of no use to training."""
+    return torch.no_grad() if joined() else torch.inference_mode()
 
 
 class _Fetched:
@@ -218,7 +262,7 @@ def predict(model: nn.Module, task: Task, document: Document, count: int) -> tup
     window = Window(document.tokens[begin : document.stop], begin, count)
     batch = collate([window], count, task).to(next(model.parameters()).device)
     training = model.training
-    with torch.inference_mode():
+    with torch.no_grad(), autocast(batch.inputs.device):
         logits = model.eval()(batch.inputs, positions=batch.positions, latents=count)
     model.train(training)
     return window.tokens[-count:], logits[0].argmax(-1).cpu().numpy()

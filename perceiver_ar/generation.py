@@ -101,6 +101,7 @@ def stream(
     repetition_penalty: float = 1.0,
     grow_latents: bool = True,
     log_probs: bool = False,
+    above: int = 0,
 ) -> Iterator[Any]:
     """Tokens that follow a prompt, one (B,) tensor a step, as they are drawn.
 
@@ -122,11 +123,12 @@ def stream(
         repetition_penalty: Above 1, tokens that came before become less likely.
         grow_latents: False, without a cache: N latents at every step, the paper's "no caching".
         log_probs: Yield pairs: the tokens, and their log-probabilities (B,) under the model itself.
+        above: How many equal prompts stand above each of these in a batch of which they are a part.
     """
     sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
     most = model.config.check_latents(latents)
     prompt, lengths = _check(model, prompt, lengths, max_new_tokens, cache, grow_latents)
-    chances = _chances(prompt, lengths, seed)
+    chances = _chances(prompt, lengths, seed, above)
     seen = None if repetition_penalty == 1 else _seen(model, prompt, lengths)
     ends = torch.tensor(_ids(stop), dtype=torch.long, device=prompt.device)
     places = _places(model, prompt, lengths, positions, max_new_tokens)
@@ -285,13 +287,13 @@ def _ids(stop: int | Iterable[int] | None) -> list[int]:
     return [] if stop is None else [stop] if isinstance(stop, int) else [int(token) for token in stop]
 
 
-def _chances(prompt: Tensor, lengths: Tensor | None, seed: int) -> Iterator[Tensor]:
+def _chances(prompt: Tensor, lengths: Tensor | None, seed: int, above: int) -> Iterator[Tensor]:
     """Random numbers (B,) in [0, 1), step by step: a row's own by its prompt and how often it came."""
     repetitions: Counter[bytes] = Counter()
     rows = []
     for index, row in enumerate(prompt.cpu().numpy()):
         key = blake2b(row[_padding(row, lengths, index) :].tobytes(), digest_size=8).digest()
-        rows.append(generator(seed, (int.from_bytes(key) + repetitions[key]) % 2**64))
+        rows.append(generator(seed, (int.from_bytes(key) + above + repetitions[key]) % 2**64))
         repetitions[key] += 1
     return _in_blocks(rows, prompt.device)
 

@@ -18,11 +18,14 @@ from perceiver_ar.sealed import write_whole
 class Metrics:
     """Use as a context; `log` takes the numbers of a step."""
 
-    def __init__(self, folder: Path, config: TrainConfig, start: int, show: bool) -> None:
+    def __init__(self, folder: Path, config: TrainConfig, start: int, show: bool, leads: bool = True) -> None:
+        """leads: whether this process, of those that train together, is the one that tells anything."""
         self.path = folder / "metrics.jsonl"
-        forget_after(self.path, start)
-        self.show, self.console = show, Console(stderr=True)
-        self.write_elsewhere = _logger(config.logger, folder)
+        if leads:
+            forget_after(self.path, start)
+        show = show and leads
+        self.leads, self.show, self.console = leads, show, Console(stderr=True)
+        self.write_elsewhere = _logger(config.logger if leads else "none", folder)
         self.progress = Progress(
             TextColumn("step {task.completed:,} of {task.total:,}"),
             BarColumn(bar_width=20),
@@ -68,6 +71,8 @@ class Metrics:
 
     def log(self, numbers: dict[str, Any]) -> None:
         """A line of metrics.jsonl, and of the other logger."""
+        if not self.leads:
+            return
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(numbers) + "\n")

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perceiver_ar.attention import Blocks, Rotation, attend, rotate
+from perceiver_ar.attention import Blocks, Rotation, Share, attend, rotate
+from perceiver_ar.chance import branch, branches, draws, drop, kept
 from perceiver_ar.config import ModelConfig
 from perceiver_ar.decoder import Decoder, real
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
@@ -54,7 +55,9 @@ class Block(nn.Module):
         self.out = Linear(width, channels)
         self.mlp_norm = nn.LayerNorm(channels)
         self.mlp = MLP(channels)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
+        self.share: Share | None = None
+        """Processes among which the inputs are shared out."""
 
     def forward(
         self,
@@ -65,9 +68,10 @@ class Block(nn.Module):
         own: bool = False,
         blocks: Blocks | None = None,
         tokens: Tensor | None = None,
+        seeds: Tensor | None = None,
     ) -> Tensor:
         q, k, v = self.project(z, inputs, turns, tokens)
-        return self.update(z, attend(q, k, v, visible, own, blocks))
+        return self.update(z, attend(q, k, v, visible, own, blocks, self.share), seeds)
 
     def project(
         self, z: Tensor, inputs: Tensor | None, turns: Turns, tokens: Tensor | None = None
@@ -107,10 +111,10 @@ class Block(nn.Module):
         x = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, T, H * K) -> (B, H, T, K)
         return x if turn is None else rotate(x, turn)
 
-    def update(self, z: Tensor, attended: Tensor) -> Tensor:
-        """Adds what was attended to, (B, H, N, K), and then the MLP of the sum."""
-        z = z + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
-        return z + self.dropout(self.mlp(self.mlp_norm(z)))
+    def update(self, z: Tensor, attended: Tensor, seeds: Tensor | None = None) -> Tensor:
+        """Adds what was attended to, (B, H, N, K), and then the MLP of the sum; seeds (B,): with dropout."""
+        z = z + drop(self.out(attended.transpose(1, 2).flatten(2)), self.dropout, seeds)
+        return z + drop(self.mlp(self.mlp_norm(z)), self.dropout, branch(seeds, 1))
 
 
 class Queries(nn.Module):
@@ -169,40 +173,53 @@ class PerceiverAR(Decoder):
         self.output = (AdaptiveOutput if config.cutoffs else Output)(config)
 
     def _latents(
-        self, tokens: Tensor, positions: Tensor, count: int, lengths: Tensor | None, padded: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        count: int,
+        lengths: Tensor | None,
+        padded: bool,
+        seeds: Tensor | None = None,
     ) -> Tensor:
         """The latents, of which some may be padded, after all attends, (B, N, C)."""
         config = self.config
         visible = None if lengths is None else real(tokens, lengths)
         latents_visible = visible[:, -count:] if visible is not None and padded else None
         latents_positions = positions[:, -count:]
-        drop_inputs = self.training and config.cross_dropout > 0
-        drop_latents = self.training and config.latent_dropout > 0
+        drop_latents = seeds is not None and config.latent_dropout > 0
         if drop_latents:
-            latents_visible = _hide_last(latents_visible, tokens, count, config.latent_dropout)
-        if drop_inputs:
+            latents_visible = _hide_last(latents_visible, count, config.latent_dropout, branch(seeds, -1))
+        if seeds is not None and config.cross_dropout > 0:
             if config.cross_dropout_scope != "latents":
                 keep = round((tokens.shape[1] - count) * (1 - config.cross_dropout))
-                tokens, positions, visible = _keep_some(tokens, positions, visible, count, keep)
+                chances = draws(branch(seeds, -2), tokens.shape[1] - count)
+                tokens, positions, visible = _keep_some(tokens, positions, visible, chances, keep)
             if config.cross_dropout_scope != "prefix":
-                visible = _hide_last(visible, tokens, count, config.cross_dropout)
+                visible = _hide_last(visible, count, config.cross_dropout, branch(seeds, -3))
 
+        last_tokens, share = tokens[:, -count:], self.cross_attend.share
+        if share is not None:
+            tokens, positions, visible = _own_part(tokens, positions, visible, count, share)
         inputs, of_table = self.embedding.table, tokens
         if inputs is None or 2 * len(inputs) > tokens.numel():
             inputs, of_table = self.embedding(tokens, positions), None  # (B, M, E)
+        if of_table is None and share is None:
             last = inputs[:, -count:]
         else:
-            last = self.embedding(tokens[:, -count:], latents_positions)
+            last = self.embedding(last_tokens, latents_positions)
         z = self.queries(last, latent_numbers(count, lengths, tokens.device))
         turns = self.cross_turn(latents_positions), self.cross_turn(positions)
-        blocks = self._blocks(visible, count, tokens.shape[1])
-        z = self._run(self.cross_attend, z, inputs, turns, visible, False, blocks, of_table)
+        blocks = None if share is not None else self._blocks(visible, count, tokens.shape[1])
+        cross_seeds, *layers_seeds = branches(seeds, 1 + config.layers)
+        z = self._run(self.cross_attend, z, inputs, turns, visible, False, blocks, of_table, cross_seeds)
         turn, blocks = (
             self.self_turn(latents_positions),
             self._blocks(latents_visible, count, count, drop_latents),
         )
-        for block in self.self_attends:
-            z = self._run(block, z, None, (turn, turn), latents_visible, drop_latents, blocks)
+        for block, block_seeds in zip(self.self_attends, layers_seeds, strict=True):
+            z = self._run(
+                block, z, None, (turn, turn), latents_visible, drop_latents, blocks, None, block_seeds
+            )
         return z
 
     def cross_turn(self, positions: Tensor) -> Rotation | None:
@@ -210,22 +227,22 @@ class PerceiverAR(Decoder):
         return self._turn(positions, self.config.input_width // self.config.cross_head_count)
 
 
-def _hide_last(visible: Tensor | None, tokens: Tensor, count: int, share: float) -> Tensor:
+def _hide_last(visible: Tensor | None, count: int, share: float, seeds: Tensor) -> Tensor:
     """Hides a random share of the last few inputs; (B, count), or as many as were told apart before."""
-    kept = torch.rand(tokens.shape[0], count, device=tokens.device) >= share
-    return kept if visible is None else visible & F.pad(kept, (visible.shape[1] - count, 0), value=True)
+    left = kept(seeds, share, count)
+    return left if visible is None else visible & F.pad(left, (visible.shape[1] - count, 0), value=True)
 
 
 def _keep_some(
-    tokens: Tensor, positions: Tensor, visible: Tensor | None, count: int, keep: int
+    tokens: Tensor, positions: Tensor, visible: Tensor | None, chances: Tensor, keep: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A random choice of inputs, then the last few, in each example.
+    """Of the first inputs those with the lowest chances (B, M - N), then the last, in each example.
 
     Which of those chosen comes first does not matter: all stand before every latent.
     """
     batch, inputs = tokens.shape
-    before = inputs - count
-    chosen = torch.rand(batch, before, device=tokens.device).argsort(dim=1)[:, :keep]
+    before = chances.shape[1]
+    chosen = chances.argsort(dim=1, stable=True)[:, :keep]
     if visible is not None:
         chosen = chosen.sort(dim=1).values  # padding stands together, so whole blocks are hidden, or open
     last = torch.arange(before, inputs, device=tokens.device).expand(batch, -1)
@@ -236,3 +253,15 @@ def _keep_some(
         positions.gather(1, index[..., None].expand(-1, -1, positions.shape[-1])),
         None if visible is None else visible.gather(1, index),
     )
+
+
+def _own_part(
+    tokens: Tensor, positions: Tensor, visible: Tensor | None, count: int, share: Share
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The inputs that this process attends to; the last few are the last process's."""
+    inputs = tokens.shape[1]
+    begin, end = ((inputs - count) * rank // share.size for rank in (share.rank, share.rank + 1))
+    part = slice(begin, inputs if share.rank == share.size - 1 else end)
+    if visible is not None:
+        visible = F.pad(visible, (inputs - visible.shape[1], 0), value=True)[:, part]
+    return tokens[:, part], positions[:, part], visible

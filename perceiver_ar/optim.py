@@ -2,22 +2,43 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from perceiver_ar.config import TrainConfig
+from perceiver_ar.distributed import Ranks
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
     """AdamW, decaying matrices alone: biases and layer norms keep their size."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = next(model.parameters()).device.type == "cuda"
-    low, high = config.betas
-    return torch.optim.AdamW(groups, config.learning_rate, (low, high), config.epsilon, fused=fused)
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.epsilon}
+    if config.parallel == "zero1" and ranks.size > 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a while to import
+
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, fused=fused, **settings)
+    return torch.optim.AdamW(groups, fused=fused, **settings)
+
+
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's state as the first step would begin it, to be filled from a checkpoint."""
+    local = local_part(optimizer)
+    for group in local.param_groups:
+        for parameter in group["params"]:
+            zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            step = torch.zeros((), device=parameter.device if group["fused"] else None)
+            local.state[parameter] = {"step": step, **zeros}
+
+
+def local_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The part of it that this rank has."""
+    return getattr(optimizer, "optim", optimizer)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

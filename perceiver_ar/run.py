@@ -23,8 +23,11 @@ from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Examples
 
 FORMAT_VERSION = 1
-FREE = {"checkpoint_every", "keep", "log_every", "evaluate_every", "patience", "logger"}
-"""Settings of training that a resumed run may change: they do not alter the weights."""
+FREE = {
+    *("checkpoint_every", "keep", "log_every", "evaluate_every", "patience", "logger"),
+    *("parallel", "context_parallel", "timeout_minutes"),
+}
+"""Settings of training that a resumed run may change: they alter the weights by rounding at most."""
 
 
 Data = str | Path | Mapping[str, float] | Mapping[Path, float] | None
@@ -135,7 +138,15 @@ class Origin:
         return cls(given.data or as_mixture(recorded["data"]), given.init or recorded["init"])
 
 
-def begin(folder: Path, experiment: Experiment, source: Source, origin: Origin, resume: bool) -> None:
+def begun_by(launch: str | None, folder: Path) -> bool:
+    """Whether this start of torchrun, of which some process died since, made the folder."""
+    config = folder / "config.json"
+    return launch is not None and config.exists() and read_sealed(config).get("launch") == launch
+
+
+def begin(
+    folder: Path, experiment: Experiment, source: Source, origin: Origin, resume: bool, launch: str | None
+) -> None:
     """Makes the folder of a new run, or checks that an old one is the same."""
     config, seal = folder / "config.json", source.seal()
     if folder.exists() and any(folder.iterdir()) and not resume:
@@ -152,7 +163,7 @@ def begin(folder: Path, experiment: Experiment, source: Source, origin: Origin, 
         return
     folder.mkdir(parents=True, exist_ok=True)
     about = {"format_version": FORMAT_VERSION, "experiment": experiment.to_dict(), "store": seal}
-    write_sealed(config, {**about, "data": origin.data, "init": origin.init})
+    write_sealed(config, {**about, "data": origin.data, "init": origin.init, "launch": launch})
 
 
 def check_same(before: Experiment, now: Experiment, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Every kernel computes what the reference does; rotary positions turn as the formula says."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -95,6 +96,34 @@ def test_cuda_kernels_equal_the_reference_with_gradients(shape: tuple[int, int, 
         for visible, own in masks(shape, "cuda"):
             errors = differences(attend, draw(shape, dtype, "cuda"), visible, own)
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
+
+
+class One:
+    """A process alone."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5, 9, 8), (3, 4, 256, 1000, 64), (2, 2, 70, 200, 24), (2, 2, 9, 9, 16)]
+)
+def test_a_process_alone_shares_its_keys_with_nobody(
+    shape: tuple[int, int, int, int, int], device: str
+) -> None:
+    dtype, tolerance = (torch.float64, 1e-6) if device == "cpu" else (torch.bfloat16, 0.06)
+    for visible, own in masks(shape, device):
+        if not own:
+            errors = differences(
+                functools.partial(attend, share=One()), draw(shape, dtype, device), visible, own
+            )
+            assert all(error < tolerance for error in errors), (visible is not None, errors)
 
 
 @pytest.mark.gpu

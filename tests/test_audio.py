@@ -19,8 +19,8 @@ from perceiver_ar.sound import at_level, read_sound, write_spectrogram, write_wa
 from perceiver_ar.tasks import audio
 from perceiver_ar.tasks.audio import AudioTask, prepare
 from perceiver_ar.tasks.base import BOS, FIRST
+from tests.forked import run
 from tests.mutants import outcomes
-from tests.test_cli import run
 
 LYRA = Path(__file__).resolve().parents[2] / "shared/data/soundstream"
 needs_lyra = pytest.mark.skipif(not LYRA.exists(), reason="needs ../shared/data/soundstream")

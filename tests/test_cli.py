@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from perceiver_ar import cli, presets
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from perceiver_ar.cli import main; main()", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+from tests.forked import run
 
 
 def test_presets_are_listed_with_their_sizes() -> None:

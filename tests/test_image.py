@@ -12,7 +12,7 @@ from perceiver_ar.run import open_source
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.image import ImageTask, prepare, read_picture
-from tests.test_cli import run
+from tests.forked import run
 from tests.test_official import load as load_fixture
 
 

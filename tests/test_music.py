@@ -14,8 +14,8 @@ from perceiver_ar.midi import EVENTS, Notes, decode, encode, encode_midi, fold_p
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.music import MusicTask, prepare, stretched, transposed
+from tests.forked import run
 from tests.mutants import outcomes
-from tests.test_cli import run
 
 MAESTRO = Path(__file__).resolve().parents[2] / "shared/data/maestro"
 EVENT_LISTS = st.lists(st.integers(0, EVENTS - 1), max_size=200).map(lambda x: np.array(x, dtype=np.int64))

@@ -90,8 +90,9 @@ def test_each_study_has_a_plan_at_the_paper_s_size(name: str, tmp_path: Path) ->
 
 def test_the_paper_s_image_model_costs_what_its_arithmetic_says(tmp_path: Path) -> None:
     (cell,) = get("imagenet64").cells(Bench("paper", tmp_path, Path("store")))
-    # 750,000 steps of 2,048 images at 5.4 TFLOP each forward and backward, 4e14 a second.
-    assert cell.hours == pytest.approx(750_000 * 2048 * 5.4e12 / 4e14 / 3600, rel=0.02)
+    # 750,000 steps of 2,048 images at 5.4 TFLOP each forward and backward, at 4 to 5e14 a second.
+    work = 750_000 * 2048 * 5.4e12 / 3600
+    assert work / 5e14 < cell.hours < work / 4e14
 
 
 def test_finished_cells_are_kept(tmp_path: Path) -> None:

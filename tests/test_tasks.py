@@ -19,6 +19,7 @@ from perceiver_ar.data import collate
 from perceiver_ar.evaluation import windows
 from perceiver_ar.run import open_source
 from perceiver_ar.tasks.base import BOS, FIRST
+from tests.forked import run
 from tests.test_audio import save_codec
 from tests.test_music import piece
 
@@ -71,8 +72,7 @@ MAKERS = {
 
 
 def command(*args: str) -> str:
-    code = "from perceiver_ar.cli import main; main()"
-    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
+    result = run(*args)
     assert result.returncode == 0, (args, result.stderr)
     return result.stdout
 

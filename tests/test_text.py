@@ -25,7 +25,7 @@ from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import BOS, EOS
 from perceiver_ar.tasks.text import TextTask, prepare
 from perceiver_ar.vocabulary import Bytes, Pieces, TokenizerFile, Vocabulary, Words
-from tests.test_cli import run
+from tests.forked import run
 
 SHARED = Path(__file__).resolve().parents[2] / "shared/data/text"
 PROSE = [

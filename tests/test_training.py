@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reading
 import torch
 from damage import every_flip_is_noticed
 from safetensors import SafetensorError
@@ -22,15 +24,18 @@ from safetensors.torch import load_file
 import perceiver_ar.checkpoint as checkpoint_module
 import perceiver_ar.training as training_module
 from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, presets, train
-from perceiver_ar.checkpoint import checkpoints, load_checkpoint
+from perceiver_ar.checkpoint import checkpoints, pack
 from perceiver_ar.data import Crops
-from perceiver_ar.optim import learning_rate
-from perceiver_ar.sealed import Damaged
+from perceiver_ar.distributed import Ranks
+from perceiver_ar.optim import begin_state, learning_rate
+from perceiver_ar.run import open_source
+from perceiver_ar.sealed import Damaged, file_digest, read_sealed, write_sealed
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.tokens import TokensTask, prepare
-
-CPU = torch.device("cpu")
+from perceiver_ar.training import make_state
+from tests.forked import SERVER
+from tests.ranks import wait_until
 
 
 def small(**settings: Any) -> Experiment:
@@ -47,8 +52,7 @@ def small(**settings: Any) -> Experiment:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    tensors = load_checkpoint(checkpoints(run / "checkpoints")[-1], CPU).tensors
-    return {name: tensor.clone() for name, tensor in tensors.items()}  # they are mapped from the file
+    return reading.tensors(reading.newest(run))
 
 
 def losses(run: Path) -> list[float]:
@@ -158,7 +162,7 @@ def test_too_large_a_batch_is_halved_into_micro_batches(
     said = capfd.readouterr().err
     assert "micro-batches of 2" in said
     assert "micro-batches of 1" in said
-    assert load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state["micro"] == 1
+    assert reading.state(reading.newest(tmp_path / "run"))["micro"] == 1
 
 
 def test_a_sequence_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,20 +222,150 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(
 def test_a_full_disk_is_said_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write = checkpoint_module._write
+    write = checkpoint_module.write_sealed
 
-    def full(folder: Path, checkpoint: Any) -> None:
-        if checkpoint.state["step"] in (6, 9):
-            (folder / "half").write_bytes(b"x")
+    def full(path: Path, data: dict[str, Any]) -> None:
+        if data["step"] in (6, 9):
             raise OSError(28, "No space left on device")
-        write(folder, checkpoint)
+        write(path, data)
 
-    monkeypatch.setattr(checkpoint_module, "_write", full)
+    monkeypatch.setattr(checkpoint_module, "write_sealed", full)
     train(small(), out=tmp_path / "run")
-    assert "The disk is full: nothing kept of step 6" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert all(f"The disk is full: nothing kept of step {step}." in said for step in (6, 9))
     found = checkpoints(tmp_path / "run/checkpoints")
     assert [path.name for path in found] == ["step-00000003", "step-00000012"]
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == {path.name for path in found}
+
+
+@pytest.mark.timeout(60)
+def test_a_disk_that_is_really_full_is_said_and_training_goes_on(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_training import small
+from perceiver_ar import train
+disk = Path(sys.argv[2])
+train(small(steps=3, evaluate_every=100), out=disk / "run", device="cpu", show=False)
+size = sum(path.stat().st_size for path in disk.glob("run/checkpoints/step-*/*"))
+for part in (0.1, 0.5, 0.95):  # torch has other words for each
+    there = os.statvfs(disk)
+    (disk / "filler").write_bytes(bytes(there.f_bavail * there.f_bsize - int(part * size)))
+    try:
+        train(small(evaluate_every=100), out=disk / "run", resume=True, device="cpu")
+    except ValueError as error:
+        print(error, sorted(path.name for path in (disk / "run/checkpoints").iterdir()))
+    (disk / "filler").unlink()
+print(train(small(evaluate_every=100), out=disk / "run", resume=True, device="cpu", show=False)["step"])
+"""
+    alone = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    mount = 'mount -t tmpfs -o size=4m none "$0" && exec "$@"'
+    if subprocess.run([*alone, mount, tmp_path, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a disk of its own")
+    here = str(Path(__file__).parent)
+    asked = [sys.executable, "-c", script, here, str(tmp_path)]
+    done = subprocess.run(
+        [*alone, mount, str(tmp_path), *asked],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    end = "the disk is full: free some space, then --resume to write the end. ['step-00000003']"
+    assert done.stdout.splitlines() == [end, end, end, "12"], done.stderr
+    assert done.stderr.count("The disk is full: nothing kept of step 6. Training goes on") == 3
+
+
+def test_what_could_not_be_written_is_kept_when_training_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, real = checkpoint_module.write_sealed, training_module.training_loss
+    failures, calls = [6], []
+
+    def full_at_first(path: Path, data: dict[str, Any]) -> None:
+        if data["step"] in failures:
+            failures.clear()
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    def poisoned(scores: Any, config: TrainConfig) -> torch.Tensor:
+        calls.append(None)
+        return real(scores, config) * (math.nan if len(calls) == 7 else 1)
+
+    monkeypatch.setattr(checkpoint_module, "write_sealed", full_at_first)
+    monkeypatch.setattr(training_module, "training_loss", poisoned)
+    with pytest.raises(ValueError, match="the loss of step 7"):
+        train(small(), out=tmp_path / "run", show=False)
+    assert not failures
+    assert reading.newest(tmp_path / "run").name == "step-00000006"
+
+
+def test_nothing_is_being_written_any_more_when_training_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint_module.write_sealed
+    monkeypatch.setattr(checkpoint_module, "write_sealed", lambda *args: time.sleep(0.3) or write(*args))
+
+    def fails(job: Any, run: Any, *args: Any) -> None:
+        assert run.step < 4
+
+    monkeypatch.setattr(training_module, "after_step", fails)
+    with pytest.raises(AssertionError):
+        train(small(), out=tmp_path / "run", show=False)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    train(small(steps=3), out=tmp_path / "run", show=False)
+    source = open_source("copy", {"length": 16}, None)
+    run = make_state(small(ema=0.9), source, torch.device("cpu"), None, Ranks())
+    with pytest.raises(Damaged, match=r"step-00000003 lacks average\.cross_attend"):
+        run.restore(reading.newest(tmp_path / "run"))
+
+
+def test_an_optimizer_that_knows_other_weights_is_not_packed() -> None:
+    run = make_state(small(), open_source("copy", {"length": 16}, None), torch.device("cpu"), None, Ranks())
+    begin_state(run.optimizer)
+    pack(run.model, run.optimizer, [])
+    run.model.norm.weight = torch.nn.Parameter(run.model.norm.weight.detach())  # as a step given up leaves it
+    with pytest.raises(AssertionError):
+        pack(run.model, run.optimizer, [])
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch evil",)
+
+
+def test_nothing_of_others_is_built_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(small(steps=3), out="run", show=False)
+    place = reading.newest(tmp_path / "run")
+    (place / ".metadata").write_bytes(pickle.dumps(Evil()))
+    state = read_sealed(place / "state.json")
+    state["files"][".metadata"] = file_digest(place / ".metadata")
+    write_sealed(place / "state.json", state)
+    with pytest.raises(ValueError, match=r"holds posix\.system, which is none of a checkpoint's"):
+        train(small(steps=6), out="run", resume=True, show=False)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_checkpoint_of_the_first_format_is_gone_on_from(tmp_path: Path) -> None:
+    for name in ("new", "old"):
+        train(small(steps=3, ema=0.9), out=tmp_path / name, show=False)
+    place = reading.newest(tmp_path / "old")
+    reading.as_first_format(place)
+    assert {path.name for path in place.iterdir()} == {"tensors.safetensors", "state.json"}
+    for name in ("new", "old"):
+        train(small(steps=6, ema=0.9), out=tmp_path / name, resume=True, show=False)
+    assert losses(tmp_path / "old") == losses(tmp_path / "new")
+    assert equal(weights(tmp_path / "old"), weights(tmp_path / "new"))
+    place = reading.newest(tmp_path / "old")
+    reading.as_first_format(place)
+    every_flip_is_noticed(sorted(place.iterdir()), 50, lambda: reading.state(place))
 
 
 def test_the_words_of_safetensors_for_a_full_disk_are_understood() -> None:
@@ -245,18 +379,18 @@ def test_every_single_bit_flip_in_a_checkpoint_is_noticed(tmp_path: Path) -> Non
     train(small(keep=1), out=tmp_path / "run", show=False)
     (place,) = checkpoints(tmp_path / "run/checkpoints")
     files = sorted(place.iterdir())
-    assert len(files) == 2
-    every_flip_is_noticed(files, 500, lambda: load_checkpoint(place, CPU))
+    assert len(files) == 3
+    every_flip_is_noticed(files, 500, lambda: reading.state(place))
 
 
 def test_the_newest_good_checkpoint_is_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(small(), out=tmp_path / "run", show=False)
     whole = weights(tmp_path / "run")
-    newest = checkpoints(tmp_path / "run/checkpoints")[-1] / "tensors.safetensors"
+    newest = reading.newest(tmp_path / "run") / "__0_0.distcp"
     newest.write_bytes(newest.read_bytes()[:-1])
     train(small(), out=tmp_path / "run", resume=True)
     said = capfd.readouterr().err
-    assert "tensors.safetensors is missing or damaged. Trying the one before." in said
+    assert "__0_0.distcp is missing or damaged. Trying the one before." in said
     assert "step 10: loss" in said
     assert equal(weights(tmp_path / "run"), whole)
     for place in checkpoints(tmp_path / "run/checkpoints"):
@@ -294,28 +428,31 @@ def child(out: Path, steps: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=environment)
 
 
+def go_on(out: Path) -> None:
+    torch.set_num_threads(1)
+    train(small(steps=150, checkpoint_every=1), out=out, resume=out.exists(), show=False)
+
+
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
-    steps = 400
-    random = np.random.default_rng(0)
-    kills, reached = 0, []
-    while kills < 20:
-        process = child(tmp_path / "killed", steps)
-        assert process.stderr is not None
-        if kills % 5:
-            process.stderr.readline()  # the first step is done
-        time.sleep(random.uniform(0, 0.15 if kills % 5 else 3))  # or at any moment of the start
-        assert process.poll() is None, "the run ended before it was killed twenty times"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += 1
-        begun = (tmp_path / "killed/metrics.jsonl").exists()
-        reached.append(len(losses(tmp_path / "killed")) if begun else 0)
+    random, reached, log = np.random.default_rng(0), [0], tmp_path / "killed/metrics.jsonl"
+    for kill in range(20):
+        process = SERVER.Process(target=go_on, args=(tmp_path / "killed",))
+        process.start()
+        before = log.read_bytes() if log.exists() else b""
+        if kill % 5:
+            wait_until(lambda before=before: log.exists() and log.read_bytes() != before)  # a step is done
+        time.sleep(random.uniform(0, 0.15 if kill % 5 else 0.3))  # or at any moment of the start
+        assert process.is_alive(), "the run ended before it was killed twenty times"
+        process.kill()
+        process.join()
+        reached.append(len(losses(tmp_path / "killed")) if log.exists() else 0)
     assert reached[-1] > reached[0]
     for name in ("killed", "whole"):
-        process = child(tmp_path / name, steps)
-        process.communicate(timeout=120)
-        assert process.returncode == 0
+        process = SERVER.Process(target=go_on, args=(tmp_path / name,))
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0
     assert equal(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     models = [load_file(tmp_path / name / "model/model.safetensors") for name in ("killed", "whole")]
@@ -333,7 +470,7 @@ def test_a_signal_saves_and_leaves(tmp_path: Path, number: int) -> None:
     assert time.monotonic() - sent < 10
     assert process.returncode == 128 + number
     assert "go on with --resume" in said
-    state = load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state
+    state = reading.state(reading.newest(tmp_path / "run"))
     assert state["step"] >= 1
     assert (tmp_path / "run/model/model.safetensors").exists()
 
@@ -459,7 +596,7 @@ def test_damaged_checkpoints_are_set_aside_and_never_outlive_good_ones(tmp_path:
     train(small(steps=6, keep=1), out=tmp_path / "run", resume=True, show=False)
     names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert names == {"step-00000006", "damaged-step-00000006"}
-    load_checkpoint(tmp_path / "run/checkpoints/step-00000006", CPU)
+    reading.state(tmp_path / "run/checkpoints/step-00000006")
 
 
 def test_a_crash_between_the_renames_loses_nothing(tmp_path: Path) -> None:
@@ -481,7 +618,7 @@ def test_a_full_disk_at_the_end_is_an_error_that_resuming_mends(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "_write", full)
+    monkeypatch.setattr(checkpoint_module, "write_sealed", full)
     with pytest.raises(ValueError, match="the disk is full: free some space, then --resume"):
         train(small(), out=tmp_path / "run", show=False)
     monkeypatch.undo()
@@ -519,7 +656,7 @@ def test_what_was_trained_is_kept_when_the_store_turns_out_damaged(
     monkeypatch.setattr(Split, "read", failing)
     with pytest.raises(Damaged):
         train(small(checkpoint_every=1000), data=tmp_path / "store", out=tmp_path / "run", show=False)
-    assert load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state["step"] == 7
+    assert reading.state(reading.newest(tmp_path / "run"))["step"] == 7
 
 
 def test_a_run_out_of_patience_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,7 +714,7 @@ def test_the_curriculum_grows_and_is_resumed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(CopyExamples, "learned", learned)
     experiment = replace(small(), options={"length": 16, "centred": True, "first_half": 2})
     train(replace(experiment, train=replace(experiment.train, steps=2)), out=tmp_path / "run", show=False)
-    state = load_checkpoint(checkpoints(tmp_path / "run/checkpoints")[-1], CPU).state
+    state = reading.state(reading.newest(tmp_path / "run"))
     assert state["examples"] == {"half": 8}
     train(experiment, out=tmp_path / "run", resume=True, show=False)
     train(experiment, out=tmp_path / "whole", show=False)

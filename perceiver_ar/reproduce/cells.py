@@ -16,17 +16,16 @@ from perceiver_ar.config import AnyModelConfig, Experiment
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import pick_device
 from perceiver_ar.evaluation import evaluate
+from perceiver_ar.plan import plan
 from perceiver_ar.reproduce.materials import NONE, Data
 from perceiver_ar.reproduce.study import About, Bench, Cell, Found, Row
 from perceiver_ar.run import load, open_source
 from perceiver_ar.sealed import digest, write_whole
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import Document, Task
-from perceiver_ar.timing import forget_peak, forward_flops, peak_gib, time_repeatedly, training_step
+from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly, training_step
 from perceiver_ar.training import train
 
-FLOPS = 4e14
-"""Operations a second at which the cost of a run is reckoned: half of what an H200 multiplies in bf16."""
 MEANING = ("size", "levels", "codes")
 """Settings of a task in which a store must be as an experiment says."""
 
@@ -153,9 +152,8 @@ def finish(experiment: Experiment, data: Path | None, bench: Bench) -> Trained:
 
 
 def hours(experiment: Experiment) -> float:
-    """Of one GPU for a whole training."""
-    work = 3 * forward_flops(experiment.model) * experiment.train.batch_size * experiment.train.steps
-    return work / FLOPS / 3600
+    """Of one H200 for a whole training."""
+    return plan(experiment).hours
 
 
 def timed(about: About, config: AnyModelConfig, batch: int, bench: Bench) -> Cell:
