@@ -68,7 +68,7 @@ def angles(positions: Tensor, max_wavelength: float, count: int) -> Tensor:
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Turns the leading channels of (B, H, T, K); the rest pass through."""
+    """Turns the leading of the last dimension's channels, (B, H, T, K); the rest pass through."""
     own, other = by
     if x.shape[-1] % 2:  # the last channel has no other
         return rotate(F.pad(x, (0, 1)), (F.pad(own, (0, 1)), F.pad(other, (0, 1))))[..., :-1]
@@ -100,15 +100,47 @@ def attend(
         return _attend_together()(q, k, v, visible, own, share)
     assert q.shape[2] <= k.shape[2]
     assert visible is None or q.shape[2] <= visible.shape[1] <= k.shape[2]
-    return _kernel(q, k, visible, blocks)(q, k, v, visible, own)
+    return _kernel(q, k, visible, own, blocks)(q, k, v, visible, own)
 
 
-def _kernel(q: Tensor, k: Tensor, visible: Tensor | None, blocks: Blocks | None) -> Callable[..., Tensor]:
+def attend_packed(
+    qkv: Tensor,
+    turn: Rotation | None,
+    visible: Tensor | None = None,
+    own: bool = False,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """For queries, keys and values that lie together, (B, N, 3, H, K), and are still to be turned."""
+    q, k, _ = unpack(qkv, None)
+    if _kernel(q, k, visible, own, blocks) is flash4.attend:
+        return flash4.attend_packed(qkv if turn is None else _turn_packed(qkv, turn))
+    return attend(*unpack(qkv, turn), visible, own, blocks)
+
+
+def unpack(qkv: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, turned, and values, (B, H, N, K) each, of what lies together."""
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    return (q, k, v) if turn is None else (rotate(q, turn), rotate(k, turn), v)
+
+
+def _turn_packed(qkv: Tensor, turn: Rotation) -> Tensor:
+    """The same where it lies, in one go over all three: a compiler writes gradients of parts slowly."""
+    own, other = (x.transpose(1, 2)[:, :, None] for x in turn)  # (B or 1, N, 1, 1, K)
+    of_values = torch.arange(3, device=qkv.device)[:, None, None] == 2
+    return torch.where(of_values, qkv, rotate(qkv, (own, other)))
+
+
+def _kernel(
+    q: Tensor, k: Tensor, visible: Tensor | None, own: bool, blocks: Blocks | None
+) -> Callable[..., Tensor]:
     """The fastest kernel for this device and shape (the CPU's figures: docs/log.md)."""
     queries, keys, width = q.shape[2], k.shape[2], q.shape[-1]
     short = q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16)
-    if short and visible is None and queries > 1 and flash4.serves(q):
-        return flash4.attend
+    if short and queries > 1 and flash4.serves(q):
+        if visible is None:
+            return flash4.attend
+        if not own and visible.shape[1] == queries < keys and width <= 64:
+            return flash4.attend_in_two
     if visible is None and (queries == 1 or queries == keys):
         return _attend_square
     if q.device.type == "cpu" and (visible is None or (4 * queries <= keys and q.dtype != torch.float16)):

@@ -1,15 +1,18 @@
 """FlashAttention 4, where it is installed: what Hopper and later GPUs have kernels of their own for.
 
 Torch's own flash attention was made for older GPUs. pip install 'perceiver-ar[flash]' adds the newer.
+A custom operator each, so that each is one node of a compiled graph.
 
 Letters: B batch, T places, H heads, K head width, N queries.
 """
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from perceiver_ar.extras import need
@@ -37,51 +40,138 @@ def serves(q: Tensor) -> bool:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) -> Tensor:
     """Causal attention with the queries aligned to the last keys."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _forward(q, k, v)[0].transpose(1, 2)
+    return _forward(*(x.transpose(1, 2) for x in (q, k, v)), None)[0].transpose(1, 2)
 
 
-def _kernels() -> Any:
-    """What is called of these is not for the public, but torch's own hook for them calls the same."""
-    return need("flash_attn.cute.interface", "flash")
+def attend_in_two(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: bool) -> Tensor:
+    """The same, with some of the queries' own keys hidden, and at least one key before those."""
+    return _forward(*(x.transpose(1, 2) for x in (q, k, v)), visible)[0].transpose(1, 2)
 
 
-# A custom operator is one node of a compiled graph.
-@torch.library.custom_op("perceiver_ar::flash4", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, N, H, K) x (B, T, H, K): what is attended to, and its log-sum-exp (B, H, N)."""
-    out, lse, *_ = _kernels()._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+def attend_packed(qkv: Tensor) -> Tensor:
+    """The same for queries, keys and values that lie together, (B, T, 3, H, K)."""
+    return _forward_packed(qkv)[0].transpose(1, 2)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, width: int) -> tuple[Tensor, Tensor]:
+    """What is attended to, and its log-sum-exp (B, H, N).
+
+    What is called here and below is not for the public, but torch's own hook for it calls the same.
+    """
+    kernels = need("flash_attn.cute.interface", "flash")
+    out, lse, *_ = kernels._flash_attn_fwd(
+        q, k, v, softmax_scale=1 / math.sqrt(width), causal=causal, return_lse=True
+    )
     return out, lse
 
 
+def _kernel_backward(
+    inputs: tuple[Tensor, ...], given: tuple[Tensor, ...], into: tuple[Tensor, ...], causal: bool, width: int
+) -> None:
+    """Gradients, given what was attended to, that one's gradient, and the log-sum-exp."""
+    kernels = need("flash_attn.cute.interface", "flash")
+    dq, dk, dv = into
+    kernels._flash_attn_bwd(
+        *inputs, *given, softmax_scale=1 / math.sqrt(width), causal=causal, dq=dq, dk=dk, dv=dv
+    )
+
+
+@torch.library.custom_op("perceiver_ar::flash4", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(B, N, H, K) x (B, T, H, K)."""
+    queries, width = q.shape[1], q.shape[-1]
+    if visible is None:
+        return _kernel(q, k, v, True, width)
+    before, log = _kernel(q, k[:, :-queries], v[:, :-queries], False, width)
+    own, own_log = _kernel(*_hidden(q, k[:, -queries:], v[:, -queries:], visible), True, width)
+    total = torch.logaddexp(log, own_log)
+    part, own_part = ((x - total).exp().transpose(1, 2)[..., None] for x in (log, own_log))
+    return (before * part + own[..., :width] * own_part).to(q.dtype), total
+
+
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     rows, queries, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((rows, heads, queries), dtype=torch.float32)
 
 
+_SPARE = 32
+"""Channels more, by which a key's score can be lowered: so many that the width stays one that is right."""
+_HIDDEN = -1e4
+"""What each of them adds to a hidden key's score before scaling: so little weight is none in float32."""
+
+
+def _hidden(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with spare channels, which the kernels cannot do without to hide keys of each row's own."""
+    lower = torch.where(visible, 0.0, _HIDDEN).to(k.dtype)[:, :, None, None].expand(*k.shape[:3], _SPARE)
+    return F.pad(q, (0, _SPARE), value=1.0), torch.cat((k, lower), dim=-1), F.pad(v, (0, _SPARE))
+
+
 @torch.library.custom_op("perceiver_ar::flash4_backward", mutates_args=())
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    into = {f"d{name}": x.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-    return _kernels()._flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, causal=True, **into)
+    grad, queries, width = grad.contiguous(), q.shape[1], q.shape[-1]
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    if visible is None:
+        _kernel_backward((q, k, v), (out, grad, lse), (dq, dk, dv), True, width)
+        return dq, dk, dv
+    # With the whole's output and log-sum-exp, each part gives its share of the whole's gradients.
+    before, last = slice(None, -queries), slice(-queries, None)
+    _kernel_backward(
+        (q, k[:, before], v[:, before]), (out, grad, lse), (dq, dk[:, before], dv[:, before]), False, width
+    )
+    own = _hidden(q, k[:, last], v[:, last], visible)
+    into = tuple(x.new_empty(x.shape) for x in own)
+    _kernel_backward(own, (F.pad(out, (0, _SPARE)), F.pad(grad, (0, _SPARE)), lse), into, True, width)
+    own_dq, dk[:, last], dv[:, last] = (x[..., :width] for x in into)
+    return dq + own_dq, dk, dv
 
 
 @_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+@torch.library.custom_op("perceiver_ar::flash4_packed", mutates_args=())
+def _forward_packed(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    return _kernel(*qkv.unbind(2), True, qkv.shape[-1])
+
+
+@_forward_packed.register_fake
+def _(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    rows, places, _, heads, width = qkv.shape
+    return qkv.new_empty((rows, places, heads, width)), qkv.new_empty(
+        (rows, heads, places), dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("perceiver_ar::flash4_packed_backward", mutates_args=())
+def _backward_packed(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    into = qkv.new_empty(qkv.shape)
+    _kernel_backward(qkv.unbind(2), (out, grad.contiguous(), lse), into.unbind(2), True, qkv.shape[-1])
+    return into
+
+
+@_backward_packed.register_fake
+def _(qkv: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor, of_lse: None) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(*ctx.saved_tensors, grad)
+def _differentiate(ctx: Any, grad: Tensor, of_lse: None) -> tuple[Tensor | None, ...]:
+    return *_backward(*ctx.saved_tensors, grad), None
+
+
+def _differentiate_packed(ctx: Any, grad: Tensor, of_lse: None) -> Tensor:
+    return _backward_packed(*ctx.saved_tensors, grad)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+_forward_packed.register_autograd(_differentiate_packed, setup_context=_save)

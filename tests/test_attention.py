@@ -126,6 +126,9 @@ def test_a_process_alone_shares_its_keys_with_nobody(
             assert all(error < tolerance for error in errors), (visible is not None, errors)
 
 
+NEEDS_FLASH4 = [pytest.mark.gpu, pytest.mark.skipif(not flash4.INSTALLED, reason="needs flash-attn-4")]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not flash4.INSTALLED, reason="needs flash-attn-4")
 @pytest.mark.parametrize("compiled", [False, True])
@@ -145,10 +148,54 @@ def test_flash_attention_4_equals_the_reference_with_gradients(
     torch.compiler.reset()  # else the other shapes count towards what may be compiled again
     for dtype, tolerance in ((torch.bfloat16, 0.06), (torch.float16, 0.01)):
         inputs = draw(shape, dtype, "cuda")
-        assert attention._kernel(inputs[0], inputs[1], None, None) is flash4.attend
+        assert attention._kernel(inputs[0], inputs[1], None, False, None) is flash4.attend
         kernel = torch.compile(flash4.attend, fullgraph=True, dynamic=False) if compiled else flash4.attend
         errors = differences(kernel, inputs, None, False)
         assert all(error < tolerance for error in errors), (dtype, errors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not flash4.INSTALLED, reason="needs flash-attn-4")
+@pytest.mark.parametrize("shape", [(3, 4, 256, 1000, 64), (2, 2, 33, 34, 32), (2, 2, 1024, 9000, 32)])
+def test_flash_attention_4_hides_keys(shape: tuple[int, int, int, int, int]) -> None:
+    torch.compiler.reset()
+    visible = torch.rand(shape[0], shape[2], device="cuda") > 0.7
+    visible[0] = False
+    for kernel in (flash4.attend_in_two, torch.compile(flash4.attend_in_two, fullgraph=True, dynamic=False)):
+        inputs = draw(shape, torch.bfloat16, "cuda")
+        assert attention._kernel(inputs[0], inputs[1], visible, False, None) is flash4.attend_in_two
+        errors = differences(kernel, inputs, visible, False)
+        assert all(error < 0.06 for error in errors), errors
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_FLASH4)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_lies_together_is_attended_to_as_what_lies_apart(device: str, turned: bool) -> None:
+    torch.manual_seed(0)
+    dtype, tolerance = (torch.float64, 1e-6) if device == "cpu" else (torch.bfloat16, 0.06)
+    turn = rotation(torch.arange(300, device=device)[None], 32, 0.5, 300.0) if turned else None
+    qkv = torch.randn(2, 300, 3, 4, 32, dtype=dtype, device=device, requires_grad=True)
+    exact = qkv.detach().double().requires_grad_()
+    found, wanted = attention.attend_packed(qkv, turn), reference(*attention.unpack(exact, turn))
+    upstream = torch.randn_like(wanted)
+    gradients = (
+        torch.autograd.grad(found, qkv, upstream.to(dtype)),
+        torch.autograd.grad(wanted, exact, upstream),
+    )
+    for a, b in ((found, wanted), (gradients[0][0], gradients[1][0])):
+        assert (a.double() - b).abs().max() < tolerance
+
+
+def test_what_lies_together_is_turned_where_it_lies() -> None:
+    qkv = torch.randn(2, 7, 3, 4, 6, dtype=torch.float64, requires_grad=True)
+    turn = rotation(torch.randint(99, (2, 7)), 6, 0.7, 99.0)
+    apart = torch.stack([x.transpose(1, 2) for x in attention.unpack(qkv, turn)], dim=2)
+    together = attention._turn_packed(qkv, turn)
+    upstream = torch.randn_like(apart)
+    torch.testing.assert_close(together, apart)
+    torch.testing.assert_close(
+        torch.autograd.grad(together, qkv, upstream), torch.autograd.grad(apart, qkv, upstream)
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 300, 300, 8), (2, 1, 256, 1000, 8), (3, 1, 130, 777, 8)])

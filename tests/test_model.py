@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import perceiver_ar.model as model_module
+from perceiver_ar import attention
 from perceiver_ar.architectures import compile_blocks, parameter_count
 from perceiver_ar.attention import rotation
 from perceiver_ar.chance import branch, draws
@@ -168,7 +169,8 @@ def test_self_attends_have_a_mask_only_where_latents_are_padded(
     lengths = torch.tensor([M, shortest])
     plain = model(tokens, lengths=lengths)
     spy = Mock(wraps=model_module.attend)
-    monkeypatch.setattr(model_module, "attend", spy)
+    for module in (model_module, attention):  # the cross-attend's, and that of what lies together
+        monkeypatch.setattr(module, "attend", spy)
     model(tokens, lengths=lengths)
     assert sum(call.args[3] is not None for call in spy.call_args_list) == masks
     monkeypatch.setattr("perceiver_ar.decoder._some_padded", lambda tokens, lengths, count: True)
@@ -490,11 +492,10 @@ def test_queries_keys_and_values_by_one_product_equal_those_one_by_one(heads: in
     torch.manual_seed(heads)
     block = Block(16, heads, 0.0).double()
     z = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
-    at = torch.arange(5)[None]
-    turns = tuple(rotation(at + shift, 16 // heads, 0.5, 48.0) for shift in (0, 3))
-    together = block.project(z, None, turns)
+    turn = rotation(torch.arange(5)[None], 16 // heads, 0.5, 48.0)
+    together = block.project(z, None, (turn, turn))
     latents = block.norm(z)
-    apart = block.ask(latents, turns[0]), *block.keys_values(latents, turns[1])
+    apart = block.ask(latents, turn), *block.keys_values(latents, turn)
     weights = [torch.randn_like(x) for x in apart]
     gradients = []
     for found in (together, apart):
