@@ -9,41 +9,33 @@ import os
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from perceiver_ar.architectures import build, compile_blocks
 from perceiver_ar.checkpoint import (
-    STATE,
-    Checkpoint,
     Keeper,
-    disk_is_full,
     newest,
-    pack,
     recover,
-    unpack,
 )
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.data import Batch, collate
-from perceiver_ar.decoder import Decoder
-from perceiver_ar.device import autocast, best_dtype
-from perceiver_ar.distributed import Ranks, alone, join, launch, restarts, spread, whole
+from perceiver_ar.device import autocast
+from perceiver_ar.distributed import alone, join, launch, restarts, whole
 from perceiver_ar.embedding import Scores
-from perceiver_ar.evaluation import evaluate, predict
 from perceiver_ar.feed import Feed
 from perceiver_ar.initial import start_from
+from perceiver_ar.job import Interrupted, Job, NotFinite, State, make_state
+from perceiver_ar.keeping import evaluate_step, keep, keep_last
 from perceiver_ar.metrics import Metrics, import_logger
-from perceiver_ar.model import PerceiverAR
-from perceiver_ar.optim import learning_rate, make_optimizer, update_average
-from perceiver_ar.run import Data, Origin, Source, begin, begun_by, export, open_source, settle
-from perceiver_ar.sealed import read_sealed
+from perceiver_ar.optim import learning_rate, update_average
+from perceiver_ar.run import Data, Origin, Source, begin, begun_by, open_source, settle
 from perceiver_ar.watch import Watch
-from perceiver_ar.windows import Examples, generator
+from perceiver_ar.windows import generator
 
 
 def train(
@@ -109,139 +101,6 @@ def prepare(
     for place in (folder, folder / "checkpoints"):
         recover(place)
     return newest(folder / "checkpoints", warn)
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that stays the same from step to step."""
-
-    experiment: Experiment
-    source: Source
-    data: Data
-    folder: Path
-    device: torch.device
-    metrics: Metrics
-    received: list[int]
-    """Signals that ask the run to stop."""
-    ranks: Ranks
-    keeper: Keeper
-    watch: Watch
-    launcher: int
-    """The process that started this one."""
-
-    @property
-    def config(self) -> TrainConfig:
-        return self.experiment.train
-
-    def due(self, step: int, every: int) -> bool:
-        return every > 0 and step > 0 and (step % every == 0 or step == self.config.steps)
-
-    def asked(self) -> bool:
-        """Whether this rank is asked to stop, by a signal or by torchrun's death."""
-        if launch() is not None and os.getppid() != self.launcher:
-            self.received.append(signal.SIGTERM)
-        return bool(self.received)
-
-    def go_on(self, step: int) -> None:
-        """Says that this rank does. One alone stops here if it is asked to; several, after each step."""
-        self.watch.beat(step)
-        if self.ranks.size == 1 and self.asked():
-            raise Interrupted
-
-    def go_on_together(self, step: int) -> None:
-        """The same where all ranks are at the same place: they stop if one of them is asked to."""
-        self.watch.beat(step)
-        if self.ranks.any(self.asked()):
-            raise Interrupted
-
-
-class Interrupted(Exception):
-    """A signal came in the middle of a step or an evaluation, which is given up."""
-
-
-class NotFinite(ValueError):
-    """A loss or a gradient that is no number, which all ranks find alike."""
-
-
-@dataclass
-class State:
-    """All that changes from step to step."""
-
-    model: Decoder
-    spread: nn.Module
-    """What is called: the model, on all ranks."""
-    optimizer: torch.optim.Optimizer
-    average: list[Tensor]
-    examples: Examples
-    micro: int
-    others: Ranks
-    """This rank, and those that have other rows of a batch."""
-    step: int = 0
-    kept: int = 0
-    """Step of the newest checkpoint, which may still be being written."""
-    evaluated: int = 0
-    """Step of the last evaluation."""
-    best: float = math.inf
-    worse: int = 0
-    """Evaluations since the best."""
-
-    def checkpoint(self) -> Checkpoint:
-        numbers = {key: getattr(self, key) for key in ("step", "micro", "evaluated", "worse")}
-        best = None if math.isinf(self.best) else self.best
-        state = {**numbers, "best": best, "examples": self.examples.state}
-        return Checkpoint(pack(self.model, self.optimizer, self.average), state)
-
-    def restore(self, place: Path) -> None:
-        unpack(place, self.model, self.optimizer, self.average)
-        saved, micro = read_sealed(place / STATE), self.micro
-        for key in ("step", "micro", "evaluated", "worse"):
-            setattr(self, key, saved[key])
-        self.micro = min(self.micro, micro)  # there may be more ranks now
-        self.kept = self.step
-        self.best = math.inf if saved["best"] is None else saved["best"]
-        self.examples.restore(saved["examples"])
-
-
-def make_state(
-    experiment: Experiment,
-    source: Source,
-    device: torch.device,
-    weights: dict[str, Tensor] | None,
-    ranks: Ranks,
-) -> State:
-    config = experiment.train
-    others, sharing = ranks.split(config.context_parallel)
-    if config.batch_size % others.size:
-        raise ValueError(
-            f"batch_size must be a multiple of the {others.size} processes that have rows of their own, "
-            f"but is {config.batch_size}."
-        )
-    torch.manual_seed(config.seed)
-    model = build(experiment.model)
-    if weights is not None:
-        model.load_state_dict(weights)
-    model.train()
-    if sharing.size > 1:
-        if not isinstance(model, PerceiverAR):
-            raise ValueError(
-                "context_parallel shares out the inputs of Perceiver AR's cross-attend: set it to 1."
-            )
-        if device.type == "cuda" and sent_as(config, device) is None:
-            raise ValueError("with context_parallel a GPU computes in bf16: set precision to auto.")
-        width = model.config.input_width // model.config.cross_head_count
-        if device.type == "cuda" and (width % 8 or width > 248):
-            raise ValueError(
-                "context_parallel on a GPU needs cross-attend heads of at most 248 channels, a multiple "
-                f"of 8, but they have {width}: set cross_heads."
-            )
-        model.cross_attend.share = sharing
-    if config.compile:
-        compile_blocks(model)
-    called = spread(model, device, ranks, config.parallel, sent_as(config, device))
-    average = [p.detach().clone() for p in model.parameters()] if config.ema else []
-    examples = source.examples(experiment.model.context)
-    micro = min(config.micro_batch_size or config.batch_size, config.batch_size // others.size)
-    return State(model, called, make_optimizer(model, config, ranks), average, examples, micro, others)
 
 
 def loop(job: Job, run: State) -> None:
@@ -398,119 +257,6 @@ def precision(config: TrainConfig, device: torch.device) -> Any:
     if config.precision == "bf16":
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext() if config.precision == "float32" else autocast(device)
-
-
-def sent_as(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """What sharded weights and gradients are rounded to: bf16 on GPUs that compute in it."""
-    if device.type != "cuda" or config.precision == "float32":
-        return None
-    return torch.bfloat16 if config.precision == "bf16" else best_dtype(device)
-
-
-def evaluate_step(job: Job, run: State) -> None:
-    """Evaluates on the validation split, and keeps the best model."""
-    task, documents = job.source.task, job.source.documents("validation")
-    with averaged(run):
-        report = evaluate(
-            run.model,
-            task,
-            documents,
-            batch_size=run.micro,
-            progress=lambda *_: job.go_on_together(run.step),
-            ranks=run.others,
-        )
-        sample = task.show(*predict(run.model, task, documents[0], 16))
-    means = {key: value for key, value in report.items() if key != "by_position"}
-    words = "  ".join(f"{key} {means[key]:.4f}" for key in ("nats", "accuracy") if key in means)
-    run.evaluated, run.worse = run.step, run.worse + 1
-    if job.ranks.first(lambda: report["nats"] < run.best):  # those that share inputs may differ in a bit
-        with unless_full(job, run.step):
-            write_model(job, run)
-            run.best, run.worse = report["nats"], 0
-            words += "  (best so far: kept)"
-    job.metrics.log({"step": run.step, "validation": means})
-    job.metrics.say(f"step {run.step:,}: validation {words}")
-    if sample is not None:
-        job.metrics.say(sample)
-    job.metrics.start_clock()
-
-
-def write_model(job: Job, run: State) -> None:
-    """Writes model/, with the average of the weights if there is one, put together on the first rank."""
-    names = [name for name, _ in run.model.named_parameters()]
-    weights: dict[str, Tensor] = {}
-    for name, x in zip(names, run.average or run.model.parameters(), strict=True):
-        gathered = whole(x.detach())
-        if job.ranks.leads:
-            weights[name] = gathered.cpu()
-
-    def write() -> None:
-        with torch.device("meta"):
-            model = build(job.experiment.model)
-        model.load_state_dict(weights, assign=True)
-        export(job.folder, model, job.experiment, job.source.task, job.data)
-
-    job.ranks.first(write)
-
-
-@contextmanager
-def averaged(run: State) -> Generator[None]:
-    """Puts the average of the weights into the model for a while, if there is one."""
-    if not run.average:
-        yield
-        return
-    parameters = [p.detach() for p in run.model.parameters()]
-    current = [p.clone() for p in parameters]
-    for parameter, mean in zip(parameters, run.average, strict=True):
-        parameter.copy_(mean)
-    try:
-        yield
-    finally:
-        for parameter, before in zip(parameters, current, strict=True):
-            parameter.copy_(before)
-
-
-def keep(job: Job, run: State) -> None:
-    """Writes the model, unless evaluations choose the best, and then a checkpoint."""
-    finish_keeping(job, run)
-    with unless_full(job, run.step):
-        if not job.config.evaluate_every:
-            write_model(job, run)
-        job.keeper.save(run.step, run.checkpoint())
-        run.kept = run.step
-    job.metrics.start_clock()
-
-
-def finish_keeping(job: Job, run: State) -> None:
-    """Waits for the checkpoint that is being written, if there is one."""
-    step = job.keeper.writing
-    with unless_full(job, step):
-        job.keeper.wait()
-        return
-    run.kept = 0
-
-
-def keep_last(job: Job, run: State) -> None:
-    """Sees to it that this step is kept, and written."""
-    finish_keeping(job, run)
-    if run.kept < run.step:
-        keep(job, run)
-        finish_keeping(job, run)
-
-
-@contextmanager
-def unless_full(job: Job, step: int) -> Generator[None]:
-    """On a full disk training goes on, and what was written before stays; but it cannot end so."""
-    try:
-        yield
-    except Exception as error:
-        if not disk_is_full(error):
-            raise
-        if step == job.config.steps:
-            raise ValueError("the disk is full: free some space, then --resume to write the end.") from None
-        job.metrics.say(
-            f"The disk is full: nothing kept of step {step:,}. Training goes on; free some space."
-        )
 
 
 @contextmanager

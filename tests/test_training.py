@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import perceiver_ar.checkpoint as checkpoint_module
+import perceiver_ar.keeping as keeping_module
 import perceiver_ar.training as training_module
 from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, presets, train
 from perceiver_ar.checkpoint import checkpoints, pack
@@ -533,10 +534,10 @@ def test_the_best_model_is_kept_and_patience_ends(tmp_path: Path, monkeypatch: p
     values = iter([3.0, 2.0, 2.5, 2.6, 1.0])
     saved: list[int] = []
     monkeypatch.setattr(
-        training_module, "evaluate", lambda *args, **rest: {"nats": next(values), "by_position": {}}
+        keeping_module, "evaluate", lambda *args, **rest: {"nats": next(values), "by_position": {}}
     )
-    export = training_module.export
-    monkeypatch.setattr(training_module, "export", lambda *args: (saved.append(1), export(*args)))
+    export = keeping_module.export
+    monkeypatch.setattr(keeping_module, "export", lambda *args: (saved.append(1), export(*args)))
     result = train(small(evaluate_every=2, patience=2), out=tmp_path / "run", show=False)
     assert result["step"] == 8
     assert len(saved) == 2
@@ -568,7 +569,7 @@ def validations(run: Path) -> dict[int, float]:
 def test_an_evaluation_given_up_for_a_signal_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    real, calls = training_module.evaluate, []
+    real, calls = keeping_module.evaluate, []
 
     def interrupted(*args: Any, progress: Any, **rest: Any) -> Any:
         calls.append(None)
@@ -577,7 +578,7 @@ def test_an_evaluation_given_up_for_a_signal_is_made_up_for(
         return real(*args, progress=progress, **rest)
 
     settings = small(evaluate_every=5, checkpoint_every=1000)
-    monkeypatch.setattr(training_module, "evaluate", interrupted)
+    monkeypatch.setattr(keeping_module, "evaluate", interrupted)
     assert train(settings, out=tmp_path / "run", show=False)["signal"] == signal.SIGTERM
     assert len(calls) == at
     train(settings, out=tmp_path / "run", resume=True, show=False)
@@ -662,7 +663,7 @@ def test_what_was_trained_is_kept_when_the_store_turns_out_damaged(
 def test_a_run_out_of_patience_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([1.0, 2.0, 3.0])
     monkeypatch.setattr(
-        training_module, "evaluate", lambda *args, **rest: {"nats": next(values), "by_position": {}}
+        keeping_module, "evaluate", lambda *args, **rest: {"nats": next(values), "by_position": {}}
     )
     for resume in (False, True):
         result = train(small(evaluate_every=2, patience=2), out=tmp_path / "run", resume=resume, show=False)
