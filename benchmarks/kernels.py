@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Figure
-from perceiver_ar import attention, flash4
+from perceiver_ar import attention, flash4, flex, parts
 from perceiver_ar.device import best_dtype
 from perceiver_ar.timing import attention_flops, forget_peak, peak_gib, time_repeatedly
 
@@ -39,11 +39,11 @@ def kernels(device: torch.device, square: bool) -> dict[str, Kernel]:
         found["square"] = _open(attention._attend_square)
     if device.type == "cuda" and attention._has_flash(device):
         found["flash"] = _open(attention._attend_flash)
-        found["flex"] = _all_shown(attention._attend_flex)
+        found["flex"] = _all_shown(flex.attend)
     if device.type == "cuda" and flash4.INSTALLED:
         found["flash 4"] = _open(flash4.attend)
     if device.type == "cpu":
-        found |= {"in two": _open(attention._attend_in_two), "reference": attention.reference}
+        found |= {"in two": _open(parts.attend_in_two), "reference": attention.reference}
     return found | {"rows": _open(attention._attend_by_rows)}
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from perceiver_ar.attention import Blocks, Rotation, blocks_shown, rotation
+from perceiver_ar.attention import Rotation, rotation
 from perceiver_ar.chance import new_seeds
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
+from perceiver_ar.flex import Blocks, blocks_shown
 from perceiver_ar.pretrained import Pretrained
 
 Engine = Generator[Tensor, Tensor, None]

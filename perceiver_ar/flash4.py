@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perceiver_ar.extras import need
+from perceiver_ar.parts import SPARE, with_spare
 
 
 def _find() -> bool:
@@ -28,28 +29,26 @@ def _find() -> bool:
 INSTALLED = _find()
 
 
-def serves(q: Tensor) -> bool:
-    """Whether it has a kernel for such queries (B, H, N, K), of 16 bits on a GPU."""
+def serves(q: Tensor, k: Tensor, visible: Tensor | None, own: bool) -> bool:
+    """Whether it can attend to such keys, of 16 bits on a GPU."""
+    queries, width = q.shape[2:]
+    if visible is not None and (own or not visible.shape[1] == queries < k.shape[2] or width > 64):
+        return False
     return (
         INSTALLED
-        and q.shape[-1] in (32, 64, 128)  # 4.0.0b36 errs with some others: queries' gradients are wrong
+        and width in (32, 64, 128)  # 4.0.0b36 errs with some others: queries' gradients are wrong
         and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         and not torch.are_deterministic_algorithms_enabled()
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) -> Tensor:
-    """Causal attention with the queries aligned to the last keys."""
-    return _forward(*(x.transpose(1, 2) for x in (q, k, v)), None)[0].transpose(1, 2)
-
-
-def attend_in_two(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: bool) -> Tensor:
-    """The same, with some of the queries' own keys hidden, and at least one key before those."""
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
+    """Causal attention with the queries aligned to the last keys; visible (B, N): which are seen."""
     return _forward(*(x.transpose(1, 2) for x in (q, k, v)), visible)[0].transpose(1, 2)
 
 
 def attend_packed(qkv: Tensor) -> Tensor:
-    """The same for queries, keys and values that lie together, (B, T, 3, H, K)."""
+    """For queries, keys and values that lie together, (B, T, 3, H, K)."""
     return _forward_packed(qkv)[0].transpose(1, 2)
 
 
@@ -83,7 +82,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[T
     if visible is None:
         return _kernel(q, k, v, True, width)
     before, log = _kernel(q, k[:, :-queries], v[:, :-queries], False, width)
-    own, own_log = _kernel(*_hidden(q, k[:, -queries:], v[:, -queries:], visible), True, width)
+    last = with_spare(q, k[:, -queries:], v[:, -queries:], visible[:, :, None, None])
+    own, own_log = _kernel(*last, True, width)
     total = torch.logaddexp(log, own_log)
     part, own_part = ((x - total).exp().transpose(1, 2)[..., None] for x in (log, own_log))
     return (before * part + own[..., :width] * own_part).to(q.dtype), total
@@ -93,18 +93,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[T
 def _(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     rows, queries, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((rows, heads, queries), dtype=torch.float32)
-
-
-_SPARE = 32
-"""Channels more, by which a key's score can be lowered: so many that the width stays one that is right."""
-_HIDDEN = -1e4
-"""What each of them adds to a hidden key's score before scaling: so little weight is none in float32."""
-
-
-def _hidden(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with spare channels, which the kernels cannot do without to hide keys of each row's own."""
-    lower = torch.where(visible, 0.0, _HIDDEN).to(k.dtype)[:, :, None, None].expand(*k.shape[:3], _SPARE)
-    return F.pad(q, (0, _SPARE), value=1.0), torch.cat((k, lower), dim=-1), F.pad(v, (0, _SPARE))
 
 
 @torch.library.custom_op("perceiver_ar::flash4_backward", mutates_args=())
@@ -121,9 +109,9 @@ def _backward(
     _kernel_backward(
         (q, k[:, before], v[:, before]), (out, grad, lse), (dq, dk[:, before], dv[:, before]), False, width
     )
-    own = _hidden(q, k[:, last], v[:, last], visible)
+    own = with_spare(q, k[:, last], v[:, last], visible[:, :, None, None])
     into = tuple(x.new_empty(x.shape) for x in own)
-    _kernel_backward(own, (F.pad(out, (0, _SPARE)), F.pad(grad, (0, _SPARE)), lse), into, True, width)
+    _kernel_backward(own, (F.pad(out, (0, SPARE)), F.pad(grad, (0, SPARE)), lse), into, True, width)
     own_dq, dk[:, last], dv[:, last] = (x[..., :width] for x in into)
     return dq + own_dq, dk, dv
 

@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perceiver_ar.attention import Blocks, Rotation, Share, attend, attend_packed, rotate, unpack
+from perceiver_ar.attention import Rotation, attend, attend_packed, rotate, unpack
 from perceiver_ar.chance import branch, branches, draws, drop, kept
 from perceiver_ar.config import ModelConfig
 from perceiver_ar.decoder import Decoder, real
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
+from perceiver_ar.flex import Blocks
 from perceiver_ar.layers import Linear, Vectors, look_up
+from perceiver_ar.parts import Share
 
 Turns = tuple[Rotation | None, Rotation | None]
 """Of the queries and of the keys; None where positions are not rotary."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perceiver_ar import attention, flash4
+from perceiver_ar import attention, flash4, flex, parts
 from perceiver_ar.attention import attend, reference, rotate, rotation
 
 SHAPES = [(2, 3, 5, 9, 8), (2, 2, 9, 9, 8), (3, 1, 1, 7, 4), (2, 2, 70, 200, 16), (1, 2, 3, 130, 8)]
@@ -60,9 +60,7 @@ def differences(
 
 @pytest.mark.parametrize(
     ("kernel", "shape"),
-    [
-        *itertools.product([attend, attention._attend_in_two, attention._attend_by_rows], SHAPES),
-    ],
+    [*itertools.product([attend, parts.attend_in_two, attention._attend_by_rows], SHAPES)],
 )
 def test_kernels_equal_the_reference_with_gradients(
     kernel: Callable[..., Tensor], shape: tuple[int, int, int, int, int]
@@ -74,7 +72,7 @@ def test_kernels_equal_the_reference_with_gradients(
         (torch.float16, 0.01),
     ):
         for visible, own in masks(shape):
-            if kernel is attention._attend_in_two and dtype == torch.float16 and visible is not None:
+            if kernel is parts.attend_in_two and dtype == torch.float16 and visible is not None:
                 continue  # its bias does not fit into float16: attend takes another kernel
             errors = differences(kernel, draw(shape, dtype), visible, own)
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
@@ -161,9 +159,9 @@ def test_flash_attention_4_hides_keys(shape: tuple[int, int, int, int, int]) -> 
     torch.compiler.reset()
     visible = torch.rand(shape[0], shape[2], device="cuda") > 0.7
     visible[0] = False
-    for kernel in (flash4.attend_in_two, torch.compile(flash4.attend_in_two, fullgraph=True, dynamic=False)):
+    for kernel in (flash4.attend, torch.compile(flash4.attend, fullgraph=True, dynamic=False)):
         inputs = draw(shape, torch.bfloat16, "cuda")
-        assert attention._kernel(inputs[0], inputs[1], visible, False, None) is flash4.attend_in_two
+        assert attention._kernel(inputs[0], inputs[1], visible, False, None) is flash4.attend
         errors = differences(kernel, inputs, visible, False)
         assert all(error < 0.06 for error in errors), errors
 
@@ -202,7 +200,7 @@ def test_what_lies_together_is_turned_where_it_lies() -> None:
 def test_flex_attention_reads_every_block_that_is_seen_and_checks_what_it_must(
     shape: tuple[int, int, int, int, int],
 ) -> None:
-    block = attention._BLOCK
+    block = flex.BLOCK
     q, k, _ = draw(shape)
     padded = torch.arange(shape[3]) >= torch.tensor([0, 200, 290])[: shape[0], None]
     for visible, own in itertools.product((padded, torch.rand(shape[0], shape[2]) > 0.5), (False, True)):
@@ -210,7 +208,7 @@ def test_flex_attention_reads_every_block_that_is_seen_and_checks_what_it_must(
         rest = -seen.shape[1] % block, -seen.shape[2] % block
         blocks = [F.pad(seen, (0, rest[1], 0, rest[0]), value=x) for x in (False, True)]
         some, all_ = (x.unflatten(2, (-1, block)).unflatten(1, (-1, block)) for x in blocks)
-        made = attention._block_mask(q, k, visible, own)
+        made = flex._block_mask(q, k, visible, own)
         checked, open_ = (as_blocks(*x) for x in (
             (made.kv_num_blocks, made.kv_indices), (made.full_kv_num_blocks, made.full_kv_indices)
         ))  # fmt: skip
@@ -237,7 +235,7 @@ def test_a_long_cross_attend_with_hidden_keys_on_the_gpu(keys: int) -> None:
     inputs = draw(shape, torch.bfloat16, "cuda")
     wanted = attention._attend_by_rows(*(x.float() for x in inputs), visible, False)
     compiled = torch.compile(attend, dynamic=False)
-    for blocks in (attention.blocks_shown(visible, 1024, keys), None):
+    for blocks in (flex.blocks_shown(visible, 1024, keys), None):
         leaves = [x.detach().requires_grad_() for x in inputs]
         found = compiled(*leaves, visible, False, blocks)
         found.sum().backward()

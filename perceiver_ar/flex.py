@@ -1,0 +1,96 @@
+"""Flex attention, compiled: which keys are hidden is asked inside the kernel, and hidden blocks are skipped.
+
+Letters: B batch, M keys, N queries, H heads, K head width, W keys that can be hidden.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+Blocks = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of each block of queries: how many blocks of keys are to be checked, which, how many are open, which."""
+
+BLOCK = 128
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: bool, blocks: Blocks | None = None
+) -> Tensor:
+    """Causal attention, queries aligned to the last keys; visible (B, W): which of those may be seen."""
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    out = flex(q, k, v, block_mask=_block_mask(q, k, visible, own, blocks))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool, blocks: Blocks | None = None) -> BlockMask:
+    """What flex attention is told."""
+    queries, keys = q.shape[2], k.shape[2]
+    # Numbers that change between compiled calls cannot be in the kernel, but tensors can.
+    skipped, shown_to_all = (torch.full((), keys - x, device=q.device) for x in (queries, visible.shape[1]))
+
+    def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        standing = i + skipped
+        shown = (j < shown_to_all) | visible[b, (j - shown_to_all).clamp(min=0)]
+        return (j <= standing) & (shown | (j == standing) if own else shown)
+
+    counts, order, full_counts, full_order = blocks or blocks_shown(visible, queries, keys, own)
+    return BlockMask.from_kv_blocks(
+        kv_num_blocks=counts,
+        kv_indices=order,
+        full_kv_num_blocks=full_counts,
+        full_kv_indices=full_order,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=may_see,
+        seq_lengths=(queries, keys),
+    )
+
+
+def blocks_shown(visible: Tensor, queries: int, keys: int, own: bool = False) -> Blocks:
+    """The blocks of keys that each block of queries reads: those to be checked, and those wholly open.
+
+    Worked out once for all layers, and not compiled, which is suspected of a crash of flex attention with
+    40,000 keys (torch 2.11; benchmarks/RESULTS.md).
+    """
+    return _never_compiled()(visible, queries, keys, own)
+
+
+@functools.cache
+def _never_compiled() -> Callable[..., Blocks]:
+    return torch.compiler.disable(_blocks_shown)  # not before it is needed: this imports much
+
+
+def _blocks_shown(visible: Tensor, queries: int, keys: int, own: bool) -> Blocks:
+    before, always = keys - queries, keys - visible.shape[1]
+    some, all_ = _some_and_all(visible, always)  # (B, columns)
+    first = torch.arange(0, queries, BLOCK, device=visible.device)[:, None] + before  # a row's first query
+    last = (first + BLOCK - 1).clamp(max=keys - 1)
+    starts = torch.arange(0, keys, BLOCK, device=visible.device)
+    open_ = all_[:, None] & (starts + BLOCK - 1 <= first)  # (B, rows, columns)
+    own_block = (starts <= last) & (starts + BLOCK > first)
+    checked = (some[:, None] | own_block if own else some[:, None]) & (starts <= last) & ~open_
+    return *_listed(checked), *_listed(open_)
+
+
+def _some_and_all(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
+    """Of which blocks of keys some, and of which all, may be seen: (B, columns) each."""
+    shown = F.pad(visible, (always, 0), value=True)
+    rest = -shown.shape[1] % BLOCK
+    some, all_ = (F.pad(shown, (0, rest), value=x).unflatten(1, (-1, BLOCK)) for x in (False, True))
+    return some.any(-1), all_.all(-1)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the columns (B, rows, columns) are set in each row, and all, those that are first."""
+    order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
