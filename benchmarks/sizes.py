@@ -19,4 +19,5 @@ SIZES = {
     "12k-60": Size(ModelConfig(259, 12_289, 1024, layers=60), 32),
     "131k": Size(ModelConfig(259, 131_072, 1024, layers=6), 16),
     "1m": Size(ModelConfig(259, 1_048_576, 1024, layers=6), 1),
+    "8m": Size(ModelConfig(259, 8_388_608, 1024, layers=6), 1),
 }

@@ -43,6 +43,10 @@ _OPTIMIZER = 34
 """Bytes an update reads and writes a parameter."""
 _LOST = 1.07
 """How much longer a step takes than its parts: clocks fall under load, kernels start late."""
+_STARTED = 3.6e-3
+"""Seconds that the host takes to start a block's kernels, which is what the smallest models wait for."""
+_WORKSPACE = 80e6
+"""Bytes that the libraries of products take for themselves."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,7 @@ def _memory(experiment: Experiment, sequences: int, gpus: int) -> dict[str, floa
         "weights": 4 * parameters * weights,
         "Adam": 8 * parameters * state,
         "average": 4 * parameters * weights if train.ema else 0.0,
+        "workspace": _WORKSPACE,
     }
     gradients = {"gradients": 4 * parameters * weights}
     places = sequences * config.latents
@@ -220,7 +225,11 @@ def _seconds(experiment: Experiment, gpu: Gpu, sequences: int, gpus: int) -> dic
     sent = 2 * 4 * parameters * (gpus - 1) / gpus / gpu.link / 1e9
     beside = 2 / 3 * sum(found.values())  # gradients are sent while others are computed
     found = {name: _LOST * value for name, value in found.items()}
-    return found | {"sending": max(0.0, sent - beside)}
+    started = _STARTED * work.blocks
+    return found | {
+        "starting": max(0.0, started - sum(found.values())),
+        "sending": max(0.0, sent - beside),
+    }
 
 
 def _advice(

@@ -15,10 +15,11 @@ from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
 from perceiver_ar.plan import plan
 
 MEASURED = {
-    "8k": (32, 367.8, 18.07),
-    "12k-60": (16, 79.14, 45.34),
-    "131k": (4, 147.4, 5.559),
-    "1m": (1, 21.96, 9.914),
+    "laptop": (4, 158.6, 0.2851),
+    "8k": (32, 380.2, 16.58),
+    "12k-60": (32, 86.39, 73.08),
+    "131k": (16, 163.6, 17.88),
+    "1m": (1, 22.33, 9.912),
 }
 """Sequences a step, sequences a second and GiB on one H200 (benchmarks/RESULTS.md)."""
 
