@@ -23,6 +23,9 @@ from perceiver_ar.model import Block, PerceiverAR, Turns, latent_numbers
 Decode = Callable[[PerceiverAR, "Cache", Tensor, Tensor], Tensor]
 """Such as decode_one: model, cache, token (B,) and position (B or 1, 1, A) to logits (B, V)."""
 
+Stack = Callable[[PerceiverAR, "Cache", Tensor, Tensor, Tensor | None], Tensor]
+"""Such as deepen."""
+
 _STRETCH = 16_384
 """Inputs of which keys and values are computed at a time."""
 
@@ -126,7 +129,9 @@ def read(model: PerceiverAR, cache: Cache, tokens: Tensor, positions: Tensor) ->
 
 
 @torch.no_grad()
-def refresh(model: PerceiverAR, cache: Cache, latents: int) -> tuple[Tensor, Cache]:
+def refresh(
+    model: PerceiverAR, cache: Cache, latents: int, stack: Stack | None = None
+) -> tuple[Tensor, Cache]:
     """Fresh latents on the last inputs, over the keys and values that are held."""
     if not 1 <= latents <= min(cache.inputs, cache.room[1]):
         raise ValueError(
@@ -143,18 +148,29 @@ def refresh(model: PerceiverAR, cache: Cache, latents: int) -> tuple[Tensor, Cac
     cross, turn = model.cross_attend, model.cross_turn(positions)
     q = cross.ask(cross.norm(z), turn)
     z = cross.update(z, attend(q, cache.keys[:, :, :held], cache.values[:, :, :held], visible))
-    turn = model.self_turn(positions)
     latents_visible = None if visible is None else visible[:, held - latents :]
+    logits = (stack or deepen)(model, cache, z, positions, latents_visible)
+    return logits, replace(cache, latents=latents)
+
+
+def deepen(model: PerceiverAR, cache: Cache, z: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
+    """Latents (B, T, C) through the self-attends, where their keys and values are kept: logits (B, V)."""
+    turn, latents = model.self_turn(positions), z.shape[1]
     for block, keys, values in _layers(model, cache):
         q, k, v = block.project(z, None, (turn, turn))
         keys[:, :, :latents], values[:, :, :latents] = k, v
-        z = block.update(z, attend(q, k, v, latents_visible))
-    return _logits(model, z), replace(cache, latents=latents)
+        z = block.update(z, attend(q, k, v, visible))
+    return _logits(model, z)
 
 
 @torch.no_grad()
 def step(
-    model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor, decode: Decode | None = None
+    model: PerceiverAR,
+    cache: Cache,
+    token: Tensor,
+    position: Tensor,
+    decode: Decode | None = None,
+    stack: Stack | None = None,
 ) -> tuple[Tensor, Cache]:
     """One more token (B,) at position (B or 1, 1, A): one more latent, or a refresh where it is full."""
     inputs, latents = grow(cache.inputs, cache.latents, *cache.room)
@@ -163,7 +179,7 @@ def step(
         return logits, replace(cache, inputs=inputs, latents=latents)
     if inputs <= cache.inputs:
         cache = forget(model, cache, inputs - 1)
-    return refresh(model, read(model, cache, token[:, None], position), latents)
+    return refresh(model, read(model, cache, token[:, None], position), latents, stack)
 
 
 def grow(inputs: int, latents: int, most_inputs: int, most_latents: int) -> tuple[int, int]:

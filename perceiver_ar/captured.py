@@ -1,6 +1,5 @@
-"""A step as a CUDA graph: hundreds of small kernels, launched as one."""
+"""A step, or a refresh, as a CUDA graph: hundreds of small kernels, launched as one."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -8,19 +7,52 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from perceiver_ar.caching import Cache, Decode, decode_at, decode_one, through
+from perceiver_ar.caching import Cache, Decode, Stack, decode_at, decode_one, deepen, through
 from perceiver_ar.model import Block, PerceiverAR
 
 CAPTURE_FROM = 32
-"""Tokens from which recording a graph pays: it takes about as long as ten steps."""
+"""Steps from which recording a graph pays: it takes about as long as ten."""
+CAPTURE_REFRESHES_FROM = 4
+"""The same of refreshes, of which recording takes two."""
 
 
-def decode_for(model: PerceiverAR, cache: Cache, tokens: int) -> Decode:
-    """How to decode so many tokens: one by one, or captured on a GPU, by the fastest kernels there are."""
+def fastest(model: PerceiverAR, cache: Cache, tokens: int) -> tuple[Decode, Stack]:
+    """How to go on with so many tokens: plainly, or captured on a GPU, by the fastest kernels there are."""
     if cache.keys.device.type != "cuda" or tokens < CAPTURE_FROM:
-        return decode_one
+        return decode_one, deepen
+    _, latents = cache.room
+    refreshes = tokens // max(1, latents - latents // 2)
+    often = refreshes >= CAPTURE_REFRESHES_FROM and cache.first is None
+    return _captured_decode(model, cache), _captured_stack(model, cache) if often else deepen
+
+
+def _captured_decode(model: PerceiverAR, cache: Cache) -> Decode:
     fused = _fused(model)
-    return Captured(cache, through) if fused is None else Captured(cache, fused, whole=False)
+    if fused is None and cache.first is None:
+        # The whole of the cache's tensors is attended to, so it must be said which columns count.
+        cache = replace(cache, first=cache.tokens.new_zeros(len(cache.tokens)))
+    step = Recorded(
+        lambda token, position, column, slot: decode_at(
+            model, cache, token, position, column, slot, fused or through
+        )
+    )
+
+    def decode(model: PerceiverAR, now: Cache, token: Tensor, position: Tensor) -> Tensor:
+        assert now.keys is cache.keys
+        return step(token, position, *(token.new_full((1,), n) for n in (now.inputs, now.latents)))
+
+    return decode
+
+
+def _captured_stack(model: PerceiverAR, cache: Cache) -> Stack:
+    deep = Recorded(lambda z, positions: deepen(model, cache, z, positions, None))
+
+    def stack(model: PerceiverAR, now: Cache, z: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
+        assert now.keys is cache.keys
+        assert visible is None
+        return deep(z, positions)
+
+    return stack
 
 
 def _fused(model: PerceiverAR) -> Callable[..., Tensor] | None:
@@ -33,48 +65,35 @@ def _fused(model: PerceiverAR) -> Callable[..., Tensor] | None:
     return fused.through if all(fused.serves(block) for block in blocks) else None
 
 
-class Captured:
-    """decode_one of one cache, recorded at the first call and replayed at the others."""
+class Recorded:
+    """A function of tensors on a GPU, whose kernels are recorded at the first call and replayed at all.
 
-    def __init__(self, cache: Cache, through: Callable[..., Tensor], whole: bool = True) -> None:
-        """whole: the whole of the cache's tensors is attended to, so it must be said which columns count."""
-        zeros = functools.partial(torch.zeros, dtype=torch.long, device=cache.keys.device)
-        rows, _, axes = cache.positions.shape
-        self.cache = (
-            replace(cache, first=zeros(len(cache.tokens))) if whole and cache.first is None else cache
-        )
-        self.token, self.position = zeros(len(cache.tokens)), zeros((rows, 1, axes))
-        self.column, self.slot = zeros(1), zeros(1)
-        self.through = through
+    What else it reads and writes must stay where it is.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor) -> Tensor:
-        assert cache.keys is self.cache.keys
-        with torch.cuda.device(cache.keys.device):
-            return self._replay(model, cache, token, position)
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        with torch.cuda.device(inputs[0].device):
+            if self.graph is None:
+                self.inputs = [x.clone() for x in inputs]
+                self.graph, self.output = self._record()
+            for held, new in zip(self.inputs, inputs, strict=True):
+                assert held.shape == new.shape
+                held.copy_(new)
+            self.graph.replay()
+            return self.output.clone()
 
-    def _replay(self, model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor) -> Tensor:
-        self.token.copy_(token)
-        self.position.copy_(position)
-        self.column.fill_(cache.inputs)
-        self.slot.fill_(cache.latents)
-        if self.graph is None:
-            self.graph, self.logits = self._record(model)
-        self.graph.replay()
-        return self.logits.clone()
-
-    def _record(self, model: PerceiverAR) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Runs the step a few times first: it writes the same to the same places each time."""
+    def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Runs once before: it writes the same to the same places each time."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for _ in range(3):
-                self._decode(model)
+            self.function(*self.inputs)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            logits = self._decode(model)
-        return graph, logits
-
-    def _decode(self, model: PerceiverAR) -> Tensor:
-        return decode_at(model, self.cache, self.token, self.position, self.column, self.slot, self.through)
+            output = self.function(*self.inputs)
+        return graph, output

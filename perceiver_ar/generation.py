@@ -21,7 +21,7 @@ from torch import Tensor
 
 from perceiver_ar.baselines import Transformer, TransformerXL, continued, recomputed
 from perceiver_ar.caching import check_forgetting, grow, half, prefill, step
-from perceiver_ar.captured import decode_for
+from perceiver_ar.captured import fastest
 from perceiver_ar.decoder import Decoder, Engine
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.sampling import Sampling, sample
@@ -204,10 +204,10 @@ def _cached(
     given, total = prompt.shape[1], places.shape[1]
     room = min(model.config.context, total), most
     logits, cache = prefill(model, prompt, places[:, :given], room, lengths)
-    decode = decode_for(model, cache, total - given)
+    decode, stack = fastest(model, cache, total - given)
     for place in range(given, total):
         token = yield logits
-        logits, cache = step(model, cache, token, places[:, place : place + 1], decode)
+        logits, cache = step(model, cache, token, places[:, place : place + 1], decode, stack)
 
 
 def _recomputed(
