@@ -4,7 +4,8 @@ Where tokens come from is settled here too: a store says what its tokens mean, a
 the task makes them itself.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -164,6 +165,23 @@ def begin(
     folder.mkdir(parents=True, exist_ok=True)
     about = {"format_version": FORMAT_VERSION, "experiment": experiment.to_dict(), "store": seal}
     write_sealed(config, {**about, "data": origin.data, "init": origin.init, "launch": launch})
+
+
+@contextmanager
+def kept_from_others(folder: Path) -> Generator[None]:
+    """While this process trains into a folder, no other does; where the system can tell."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder} is being trained by another process: wait for it, or end it."
+            ) from None
+        except (ImportError, OSError):  # Windows, or a file system without locks
+            pass
+        yield
 
 
 def check_same(before: Experiment, now: Experiment, folder: Path) -> None:
