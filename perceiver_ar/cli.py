@@ -286,6 +286,21 @@ def plot(
     draw_curves(runs, out)
 
 
+@app.command(name="export")
+def export(run: Run, folder: Annotated[Path, tyro.conf.Positional], license: str = "unknown") -> None:
+    """Write a run as a folder that transformers loads, with its tokenizer, code and a model card.
+
+    Args:
+        run: Folder of a run.
+        folder: A new folder.
+        license: What the model card says of the weights, such as apache-2.0.
+    """
+    from perceiver_ar.interop.export import export
+
+    export(run, folder, license)
+    print(f"{folder}: AutoModelForCausalLM.from_pretrained reads it, and so do our own commands.")
+
+
 @app.command(name="score")
 def score(
     run: Run,
