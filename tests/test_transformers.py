@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -379,3 +381,16 @@ def test_weights_that_do_not_fit_are_named(exported: Path, tmp_path: Path, damag
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=name.removeprefix("model.")):
         PerceiverAR.from_pretrained(tmp_path)
+
+
+def test_what_the_docs_show_runs(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    text = (Path(__file__).parents[1] / "docs/interop.md").read_text()
+    shutil.copytree(run_folder, tmp_path / "runs/text")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for language, block in re.findall(r"```(sh|python)\n(.*?)```", text, re.DOTALL):
+        if language == "sh":
+            assert all(run(*line.split()[1:]).returncode == 0 for line in block.splitlines())
+        else:
+            exec(compile(block, "docs/interop.md", "exec"), {})
