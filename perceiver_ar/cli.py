@@ -472,6 +472,34 @@ def reproduce(
         print(table([studies.Row(**row) for row in results["rows"]]))
 
 
+@app.command(name="convert")
+def convert(
+    format: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FORMAT")],
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    kwargs: str | None = None,
+) -> None:
+    """Make a model folder of what others published.
+
+    Args:
+        format: official: a checkpoint of the authors' code.
+        source: The checkpoint.
+        folder: New folder for the model.
+        kwargs: How that model was made, where the checkpoint does not say it: the name of the authors'
+            experiment, such as random_mirrored_131072, or a JSON file of their constructor's arguments.
+    """
+    from perceiver_ar.interop import official
+    from perceiver_ar.store import check_new
+    from perceiver_ar.strict import unknown
+
+    if format != "official":
+        raise ValueError(unknown("format", format, ["official"]))
+    check_new(folder)
+    model = official.from_params(*official.read_checkpoint(source, kwargs))
+    model.save_pretrained(folder)
+    print(f"{folder} is there. Next: PerceiverAR.from_pretrained({str(folder)!r}). Its positions start at 1.")
+
+
 def main() -> None:
     """Runs a command; a user's mistake ends with one sentence and status 2."""
     try:
