@@ -81,7 +81,7 @@ def test_every_dependency_is_pinned() -> None:
     assert {requirement(line) for line in wanted} <= set(pins())
     assert pins()["torch"] == "2.13.0"
     assert set(PROJECT["optional-dependencies"]) == {
-        "text", "image", "music", "audio", "flash", "hf", "playground", "dev",
+        "text", "image", "music", "audio", "flash", "hf", "lm-eval", "playground", "dev",
     }  # fmt: skip
 
 
