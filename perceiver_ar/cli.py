@@ -327,9 +327,9 @@ def score(
     if document.tokens.max() >= model.config.vocab_size:
         raise ValueError(f"{file} holds tokens that the model does not know.")
     nats: list[float] = []
-    for batch, _, places in score(model, task, [document], latents, stride, 8):
-        for row, where in zip(batch.float().cpu(), places, strict=True):
-            nats += row[len(row) - len(where) :].tolist()
+    for batch, _, parts in score(model, task, [document], latents, stride, 8):
+        for row, part in zip(batch.float().cpu(), parts, strict=True):
+            nats += row[len(row) - len(part.places) :].tolist()
     if as_json:
         print(json.dumps({"tokens": len(nats), "nats": nats, "mean": sum(nats) / len(nats)}))
     else:
