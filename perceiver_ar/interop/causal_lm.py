@@ -103,6 +103,29 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         made.config.dtype = model.norm.weight.dtype
         return made.train(model.training)
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        *args: Any,
+        output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As in all of transformers, but weights that do not fit are named and refused, not drawn anew."""
+        loaded: Any = super().from_pretrained(
+            *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        model, info = loaded
+        misshapen = set() if ignore_mismatched_sizes else {name for name, *_ in info["mismatched_keys"]}
+        for wrong, names in (
+            ("have other sizes than its config:", misshapen),
+            ("lack", set(info["missing_keys"])),
+            ("have no place in the model:", set(info["unexpected_keys"])),
+        ):
+            if names:
+                raise ValueError(f"the weights of this folder {wrong} {', '.join(sorted(names))}.")
+        return loaded if output_loading_info else model
+
     def _init_weights(self, module: nn.Module) -> None:
         reset = getattr(module, "reset_parameters", None)
         if reset is not None and not isinstance(module, PerceiverAR):
