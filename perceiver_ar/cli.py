@@ -297,6 +297,21 @@ def plot(
     draw_curves(runs, out)
 
 
+@app.command(name="export")
+def export(run: Run, folder: Annotated[Path, tyro.conf.Positional], license: str = "unknown") -> None:
+    """Write a run as a folder that transformers loads, with its tokenizer, code and a model card.
+
+    Args:
+        run: Folder of a run.
+        folder: A new folder.
+        license: What the model card says of the weights, such as apache-2.0.
+    """
+    from perceiver_ar.interop.export import export
+
+    export(run, folder, license)
+    print(f"{folder}: AutoModelForCausalLM.from_pretrained reads it, and so do our own commands.")
+
+
 @app.command(name="score")
 def score(
     run: Run,
@@ -323,9 +338,9 @@ def score(
     if document.tokens.max() >= model.config.vocab_size:
         raise ValueError(f"{file} holds tokens that the model does not know.")
     nats: list[float] = []
-    for batch, _, places in score(model, task, [document], latents, stride, 8):
-        for row, where in zip(batch.float().cpu(), places, strict=True):
-            nats += row[len(row) - len(where) :].tolist()
+    for batch, _, parts in score(model, task, [document], latents, stride, 8):
+        for row, part in zip(batch.float().cpu(), parts, strict=True):
+            nats += row[len(row) - len(part.places) :].tolist()
     if as_json:
         print(json.dumps({"tokens": len(nats), "nats": nats, "mean": sum(nats) / len(nats)}))
     else:
@@ -470,6 +485,34 @@ def reproduce(
             continue
         results = studies.run(study, bench, cell, lambda line: print(line, file=sys.stderr, flush=True))
         print(table([studies.Row(**row) for row in results["rows"]]))
+
+
+@app.command(name="convert")
+def convert(
+    format: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FORMAT")],
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    kwargs: str | None = None,
+) -> None:
+    """Make a model folder of what others published.
+
+    Args:
+        format: official: a checkpoint of the authors' code.
+        source: The checkpoint.
+        folder: New folder for the model.
+        kwargs: How that model was made, where the checkpoint does not say it: the name of the authors'
+            experiment, such as random_mirrored_131072, or a JSON file of their constructor's arguments.
+    """
+    from perceiver_ar.interop import official
+    from perceiver_ar.store import check_new
+    from perceiver_ar.strict import unknown
+
+    if format != "official":
+        raise ValueError(unknown("format", format, ["official"]))
+    check_new(folder)
+    model = official.from_params(*official.read_checkpoint(source, kwargs))
+    model.save_pretrained(folder)
+    print(f"{folder} is there. Next: PerceiverAR.from_pretrained({str(folder)!r}). Its positions start at 1.")
 
 
 def main() -> None:

@@ -218,6 +218,17 @@ def export(folder: Path, model: Pretrained, experiment: Experiment, task: Task, 
 
 def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
     """The model of a run folder, or of its model/ alone; its task; and where its data were."""
+    inner = model_folder(run)
+    about = read_sealed(inner / "experiment.json")
+    if file_digest(inner / WEIGHTS) != about["sha256"]:
+        raise Damaged(f"{inner / WEIGHTS} is damaged.")
+    model = load_model(inner, device)
+    experiment = Experiment.from_dict(about["experiment"])
+    return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]
+
+
+def model_folder(run: str | Path) -> Path:
+    """Where the model of a run lies: in its model/, or in the folder itself."""
     folder = Path(run)
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist: give the folder of a run.")
@@ -227,9 +238,4 @@ def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
             "it was begun but has no model yet" if (folder / "config.json").exists() else "it holds no model"
         )
         raise ValueError(f"{folder} is not a run that can be used: {hint}.")
-    about = read_sealed(inner / "experiment.json")
-    if file_digest(inner / WEIGHTS) != about["sha256"]:
-        raise Damaged(f"{inner / WEIGHTS} is damaged.")
-    model = load_model(inner, device)
-    experiment = Experiment.from_dict(about["experiment"])
-    return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]
+    return inner
