@@ -216,7 +216,7 @@ def join(device: str, minutes: float = 10) -> tuple[Ranks, torch.device]:
         backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
         longest = timedelta(minutes=minutes)
         try:  # not for long: torchrun's store is there before any rank is
-            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=10)))
+            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"torchrun, which started this process, cannot be reached: {reason}") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.distributed import Ranks
@@ -104,7 +105,7 @@ def _tokens(
     here: which of all samples.
     """
     if here.start == here.stop:
-        return
+        return iter(())
     positions = task.positions(np.arange(len(prompt) + count)[None])
     drawing = stream(
         model,
@@ -116,9 +117,12 @@ def _tokens(
         above=here.start,
         **settings,
     )
-    for token in drawing:
+
+    def heard(token: Tensor) -> Tokens:
         beat()
-        yield token.cpu().numpy()
+        return token.cpu().numpy()
+
+    return map(heard, drawing)
 
 
 def _typed(drawing: Iterator[Tokens], task: Task, prompt: Tokens) -> Tokens:

@@ -531,15 +531,11 @@ def test_nobody_is_left_when_the_launcher_dies_at_the_start(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:
-    for wrong, sentence in (
-        (("--train.batch-size", "9"), "batch_size must be a multiple of the 2 processes"),
-        (("--train.context-parallel", "3"), "context_parallel, 3, must divide the number of processes, 2."),
-    ):
-        asked = command("train", *SETTINGS, 2, *wrong, "--out", tmp_path / "run")
-        with under_torchrun(asked) as process:
-            _, said = process.communicate(timeout=60)
-        assert said.count(sentence) == 1
-        assert "exitcode  : 2" in said
+    asked = command("train", *SETTINGS, 2, "--train.context-parallel", "3", "--out", tmp_path / "run")
+    with under_torchrun(asked) as process:
+        _, said = process.communicate(timeout=60)
+    assert said.count("context_parallel, 3, must divide the number of processes, 2.") == 1
+    assert "exitcode  : 2" in said
 
 
 @pytest.mark.slow
