@@ -541,7 +541,7 @@ def main() -> None:
 def end(why: str, status: int) -> NoReturn:
     """With one sentence. Under torchrun the first process of a machine says it, and all are ended."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(2)  # by then it is over, unless this one alone is wrong
+        time.sleep(10)  # by then it is over, unless this one alone is wrong
     print(f"perceiver-ar: {why}", file=sys.stderr, flush=True)
     if ranks_talk():
         os._exit(status)  # else torch would wait, or abort
