@@ -113,6 +113,8 @@ def _kernel(
     q: Tensor, k: Tensor, visible: Tensor | None, own: bool, blocks: Blocks | None
 ) -> Callable[..., Tensor]:
     """The fastest kernel for this device and shape (the CPU's figures: docs/log.md)."""
+    if torch.onnx.is_in_onnx_export():  # which knows no kernel but has all that this one is made of
+        return reference
     queries, keys, width = q.shape[2], k.shape[2], q.shape[-1]
     short = q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16)
     if short and queries > 1 and flash4.serves(q, k, visible, own):

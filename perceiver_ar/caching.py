@@ -80,6 +80,20 @@ class Cache:
         """M and N: how many inputs and latents it can hold."""
         return self.tokens.shape[1], self.self_keys.shape[3]
 
+    def rows(self, index: Tensor) -> "Cache":
+        """Tensors of its own, with those rows of the batch, of which some may come more than once."""
+        index = index.to(self.tokens.device)
+        return replace(
+            self,
+            tokens=self.tokens[index],
+            positions=self.positions if len(self.positions) == 1 else self.positions[index],
+            keys=self.keys[index],
+            values=self.values[index],
+            self_keys=self.self_keys[:, index],
+            self_values=self.self_values[:, index],
+            first=None if self.first is None else self.first[index],
+        )
+
     def cut(self, inputs: int, latents: int) -> "Cache":
         """The same tensors, but only so many columns and latents of them."""
         return replace(

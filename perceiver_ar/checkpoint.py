@@ -232,7 +232,9 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
             damaged.append(place)
             continue
         for bad in damaged:
-            bad.rename(bad.with_name(f"damaged-{bad.name}"))
+            aside = bad.with_name(f"damaged-{bad.name}")
+            shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+            bad.rename(aside)
         return place
     if damaged:
         raise ValueError(f"no checkpoint in {folder} is whole: remove that folder to start anew.")

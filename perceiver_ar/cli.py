@@ -1,10 +1,12 @@
 """The command line; the only importer of tyro. What a command needs is imported when it runs."""
 
 import json
+import os
 import sys
+import time
 from dataclasses import asdict, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -15,6 +17,9 @@ app = tyro.extras.SubcommandApp()
 Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON object instead.")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Folder of a run.")]
 Device = Annotated[str, tyro.conf.arg(help="auto, cpu, cuda, cuda:1, mps ...")]
+
+PATIENCE = 10.0
+"""Minutes after which processes of which none goes on are ended."""
 
 
 @app.command(name="presets")
@@ -231,6 +236,7 @@ def evaluate(
     from perceiver_ar.quantized import quantize
     from perceiver_ar.report import progress_bar, show
     from perceiver_ar.run import check_vocabulary, load, open_source
+    from perceiver_ar.watch import Watch
 
     if plot is not None:
         check_picture(plot)
@@ -243,7 +249,12 @@ def evaluate(
     if compile:
         compile_blocks(model)
     documents = source.documents(split)
-    with progress_bar(ranks.leads and not as_json, "scoring") as progress:
+    with Watch(ranks, PATIENCE) as watch, progress_bar(ranks.leads and not as_json, "scoring") as progress:
+
+        def going_on(done: int, wanted: int) -> None:
+            watch.beat()
+            progress(done, wanted)
+
         report = evaluate(
             model,
             source.task,
@@ -252,7 +263,7 @@ def evaluate(
             stride=stride,
             context=context,
             batch_size=batch_size,
-            progress=progress,
+            progress=going_on,
             ranks=ranks,
         )
     leave()
@@ -286,6 +297,21 @@ def plot(
     draw_curves(runs, out)
 
 
+@app.command(name="export")
+def export(run: Run, folder: Annotated[Path, tyro.conf.Positional], license: str = "unknown") -> None:
+    """Write a run as a folder that transformers loads, with its tokenizer, code and a model card.
+
+    Args:
+        run: Folder of a run.
+        folder: A new folder.
+        license: What the model card says of the weights, such as apache-2.0.
+    """
+    from perceiver_ar.interop.export import export
+
+    export(run, folder, license)
+    print(f"{folder}: AutoModelForCausalLM.from_pretrained reads it, and so do our own commands.")
+
+
 @app.command(name="score")
 def score(
     run: Run,
@@ -312,9 +338,9 @@ def score(
     if document.tokens.max() >= model.config.vocab_size:
         raise ValueError(f"{file} holds tokens that the model does not know.")
     nats: list[float] = []
-    for batch, _, places in score(model, task, [document], latents, stride, 8):
-        for row, where in zip(batch.float().cpu(), places, strict=True):
-            nats += row[len(row) - len(where) :].tolist()
+    for batch, _, parts in score(model, task, [document], latents, stride, 8):
+        for row, part in zip(batch.float().cpu(), parts, strict=True):
+            nats += row[len(row) - len(part.places) :].tolist()
     if as_json:
         print(json.dumps({"tokens": len(nats), "nats": nats, "mean": sum(nats) / len(nats)}))
     else:
@@ -366,6 +392,7 @@ def generate(
     from perceiver_ar.drawing import draw
     from perceiver_ar.quantized import quantize
     from perceiver_ar.run import load
+    from perceiver_ar.watch import Watch
 
     if prompt is not None and prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both.")
@@ -392,7 +419,8 @@ def generate(
         "latents": latents,
         "seed": seed,
     }
-    report = draw(model, task, given, tokens, samples, out, quiet=as_json, ranks=ranks, **settings)
+    with Watch(ranks, PATIENCE) as watch:
+        report = draw(model, task, given, tokens, samples, out, as_json, ranks, watch.beat, **settings)
     leave()
     if as_json and ranks.leads:
         print(json.dumps(report))
@@ -440,6 +468,8 @@ def reproduce(
         for known in studies.STUDIES.values():
             print(f"{known.name:15} {known.where:25} {known.claim}")
         return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("a study runs in one process: start it without torchrun.")
     if name is not None and all:
         raise ValueError("give a name or --all, not both.")
     if seeds < 1:
@@ -455,6 +485,34 @@ def reproduce(
             continue
         results = studies.run(study, bench, cell, lambda line: print(line, file=sys.stderr, flush=True))
         print(table([studies.Row(**row) for row in results["rows"]]))
+
+
+@app.command(name="convert")
+def convert(
+    format: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FORMAT")],
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    kwargs: str | None = None,
+) -> None:
+    """Make a model folder of what others published.
+
+    Args:
+        format: official: a checkpoint of the authors' code.
+        source: The checkpoint.
+        folder: New folder for the model.
+        kwargs: How that model was made, where the checkpoint does not say it: the name of the authors'
+            experiment, such as random_mirrored_131072, or a JSON file of their constructor's arguments.
+    """
+    from perceiver_ar.interop import official
+    from perceiver_ar.store import check_new
+    from perceiver_ar.strict import unknown
+
+    if format != "official":
+        raise ValueError(unknown("format", format, ["official"]))
+    check_new(folder)
+    model = official.from_params(*official.read_checkpoint(source, kwargs))
+    model.save_pretrained(folder)
+    print(f"{folder} is there. Next: PerceiverAR.from_pretrained({str(folder)!r}). Its positions start at 1.")
 
 
 def main() -> None:
@@ -473,5 +531,31 @@ def main() -> None:
         print("perceiver-ar: interrupted.", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
-        print(f"perceiver-ar: {error}", file=sys.stderr)
-        sys.exit(2)
+        end(str(error), 2)
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        end(f"another process of this run died, or does not answer ({str(error).splitlines()[0]}).", 1)
+
+
+def end(why: str, status: int) -> NoReturn:
+    """With one sentence. Under torchrun the first process of a machine says it, and all are ended."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # by then it is over, unless this one alone is wrong
+    print(f"perceiver-ar: {why}", file=sys.stderr, flush=True)
+    if ranks_talk():
+        os._exit(status)  # else torch would wait, or abort
+    sys.exit(status)
+
+
+def ranks_talk() -> bool:
+    """Whether this is one of several processes; without importing torch to find out."""
+    module = sys.modules.get("perceiver_ar.distributed")
+    return module is not None and module.joined()
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether it says that another process cannot be reached."""
+    from torch.distributed import DistError
+
+    return ranks_talk() and (isinstance(error, DistError) or "gloo" in str(error))

@@ -421,3 +421,7 @@ class Experiment(Config):
             not (self.train.label_smoothing and getattr(self.model, "cutoffs", ())),
             "label_smoothing does not go with an adaptive softmax (cutoffs): set it to 0.",
         )
+        require(
+            self.train.context_parallel == 1 or isinstance(self.model, ModelConfig),
+            "context_parallel shares out the inputs of Perceiver AR's cross-attend: set it to 1.",
+        )

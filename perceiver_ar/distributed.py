@@ -4,10 +4,14 @@ Models know nothing of this. Every rank makes the whole batch of a step and take
 what is dropped of an example follows from the example alone, any number of ranks computes the same.
 """
 
+import ctypes
 import os
 import pickle
+import signal
+import time
+import uuid
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -136,6 +140,8 @@ def spread(
     shape, names = (ranks.size,), ("all",)
     if mode == "hybrid":
         local = int(os.environ["LOCAL_WORLD_SIZE"])
+        if len({*ranks.gather(local)}) > 1:
+            raise ValueError("hybrid needs as many processes on every machine: set parallel to fsdp.")
         shape, names = (ranks.size // local, local), ("machines", "within")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     # Latents stay as precise as they are: only weights, and what is sent, are rounded.
@@ -206,13 +212,49 @@ def join(device: str, minutes: float = 10) -> tuple[Ranks, torch.device]:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if not joined():
+        die_with_launcher()
         backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
         longest = timedelta(minutes=minutes)
-        store, rank, size = next(dist.rendezvous("env://", timeout=longest))
-        # In torchrun's own store, which torch takes as it is, the addresses of those that died still stand.
-        store = dist.PrefixStore(f"attempt-{restarts()[0]}", store)
+        try:  # not for long: torchrun's store is there before any rank is
+            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+        except dist.DistNetworkError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"torchrun, which started this process, cannot be reached: {reason}") from None
+        store.set_timeout(longest)
+        store = dist.PrefixStore(meet(store, rank, size, longest), store)
         dist.init_process_group(backend, timeout=longest, rank=rank, world_size=size, store=store)
     return Ranks(dist.get_rank(), size, patience=timedelta(minutes=minutes)), where
+
+
+def die_with_launcher() -> None:
+    """When torchrun dies, Linux sends its processes SIGTERM: those that train save and leave, others end."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def meet(store: Any, rank: int, size: int, longest: timedelta) -> str:
+    """A name that only the ranks of this attempt know, for what they tell each other.
+
+    In torchrun's store the addresses of those that died still stand, and how often it began again is not
+    the same on all machines. So each rank says hello by a number of its own, and the first answers that
+    one, not those of the dead, until all have heard it.
+    """
+    me = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello-{rank}", me)
+        name = store.get(f"welcome-{me}").decode()
+        store.set(f"heard-{name}-{rank}", "")
+        return name
+    end = time.monotonic() + longest.total_seconds()
+    heard = [f"heard-{me}-{other}" for other in range(1, size)]
+    while not store.check(heard):
+        if time.monotonic() > end:
+            raise TimeoutError(f"not all of the {size} processes came within {longest}.")
+        for other in range(1, size):
+            if store.check([f"hello-{other}"]):
+                store.set(f"welcome-{store.get(f'hello-{other}').decode()}", me)
+        time.sleep(0.02)
+    return me
 
 
 def joined() -> bool:

@@ -2,13 +2,14 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.distributed import Ranks
@@ -27,11 +28,12 @@ def draw(
     out: Path | None,
     quiet: bool,
     ranks: Ranks,
+    beat: Callable[[], None],
     **settings: Any,
 ) -> dict[str, Any]:
     """Draws so many samples at once, shows or writes them, and reports them with the rate.
 
-    Several ranks share the samples; the first shows and writes them.
+    Several ranks share the samples; the first shows and writes them. beat is called for every token.
     """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, but is {samples}.")
@@ -44,7 +46,7 @@ def draw(
     count = _count(model, task, prompt) if count is None else count
     began = time.perf_counter()
     here, quiet = ranks.rows(samples), quiet or not ranks.leads
-    drawing = _tokens(model, task, prompt, count, here, settings)
+    drawing = _tokens(model, task, prompt, count, here, beat, settings)
     if samples == 1 and out is None and not quiet:
         rows = [_typed(drawing, task, prompt)]
     else:
@@ -90,7 +92,13 @@ def _text(task: Task, prompt: Tokens, row: Tokens) -> str | None:
 
 
 def _tokens(
-    model: Decoder, task: Task, prompt: Tokens, count: int, here: slice, settings: dict[str, Any]
+    model: Decoder,
+    task: Task,
+    prompt: Tokens,
+    count: int,
+    here: slice,
+    beat: Callable[[], None],
+    settings: dict[str, Any],
 ) -> Iterator[Tokens]:
     """One token of each sample after the other, (samples,); PAD where a sample has ended.
 
@@ -109,7 +117,12 @@ def _tokens(
         above=here.start,
         **settings,
     )
-    return (token.cpu().numpy() for token in drawing)
+
+    def heard(token: Tensor) -> Tokens:
+        beat()
+        return token.cpu().numpy()
+
+    return map(heard, drawing)
 
 
 def _typed(drawing: Iterator[Tokens], task: Task, prompt: Tokens) -> Tokens:

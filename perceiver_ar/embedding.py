@@ -50,9 +50,12 @@ class InputEmbedding(nn.Module):
 
     @property
     def table(self) -> Tensor | None:
-        """The vectors of all tokens (V, E), where a token's is the same wherever it stands."""
+        """The vectors of all tokens (V, E), where a token's is the same wherever it stands.
+
+        Not in an exported program, which is for all sizes: the table pays in some.
+        """
         plain = self.positions is None and isinstance(self.tokens, Embedding)
-        return self.tokens.weight if plain else None
+        return self.tokens.weight if plain and not torch.compiler.is_exporting() else None
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         # (B, M), (B or 1, M, A) -> (B, M, E)

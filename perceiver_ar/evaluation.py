@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,14 @@ from perceiver_ar.windows import Tokens, Window
 
 _BOUNDS = 512 << np.arange(40)
 Item = TypeVar("Item")
+
+
+class Part(NamedTuple):
+    """Places in a document that are scored together."""
+
+    document: int
+    """Its number among those that are scored."""
+    places: range
 
 
 @dataclass
@@ -95,9 +103,9 @@ def evaluate(
     """
     ranks, totals = ranks or Ranks(), Totals()
     wanted = sum(document.stop - document.first for document in documents)
-    for nats, right, places in score(model, task, documents, latents, stride, batch_size, context, ranks):
-        if places:
-            totals.add(nats, right, places)
+    for nats, right, parts in score(model, task, documents, latents, stride, batch_size, context, ranks):
+        if parts:
+            totals.add(nats, right, [part.places for part in parts])
         if progress is not None:
             progress(min(wanted, totals.tokens * ranks.size), wanted)
     totals = functools.reduce(Totals.merged, ranks.gather(totals))
@@ -117,11 +125,11 @@ def score(
     batch_size: int,
     context: int | None = None,
     ranks: Ranks | None = None,
-) -> Iterator[tuple[Tensor, Tensor | None, list[range]]]:
-    """Batches of nats and hits (B, N), and the places in their documents that each row scores.
+) -> Iterator[tuple[Tensor, Tensor | None, list[Part]]]:
+    """Batches of nats and hits (B, N), 0 but in its last columns, and the part that each row scores.
 
     Without a stride, Transformer-XL reads on: each segment with the memory of all before it. Ranks have
-    different batches, but as many: some without places, which count for nothing.
+    different batches, but as many: some without parts, which count for nothing.
     """
     config: Any = model.config
     if batch_size < 1:
@@ -142,8 +150,8 @@ def score(
     )
     model.eval()
     try:
-        for scores, places in batches:
-            fetched = _Fetched(scores.nats, scores.right), places
+        for scores, parts in batches:
+            fetched = _Fetched(scores.nats, scores.right), parts
             if before is not None:
                 yield *before[0].wait(), before[1]
             before = fetched
@@ -153,7 +161,7 @@ def score(
         model.train(training)
 
 
-Scored = Iterator[tuple[Scores, list[range]]]
+Scored = Iterator[tuple[Scores, list[Part]]]
 """Batches, and the places that the last few of each row lie at."""
 
 
@@ -169,14 +177,18 @@ def _in_windows(
 ) -> Scored:
     """Each window for itself."""
     device = next(model.parameters()).device
-    found = (pair for document in documents for pair in windows(document, context, stride))
+    found = (
+        (window, Part(number, places))
+        for number, document in enumerate(documents)
+        for window, places in windows(document, context, stride)
+    )
     for chunk, here in _dealt(found, batch_size, ranks):
         batch = collate([w for w, _ in here or chunk[:1]], latents, task).to(device)
         with _quietly(), autocast(device):
             scores = model(
                 batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
             )
-        yield scores, [places for _, places in here]
+        yield scores, [part for _, part in here]
 
 
 def _in_segments(
@@ -189,11 +201,11 @@ def _in_segments(
 ) -> Scored:
     """A few documents side by side, which end together, by segments with the memory of those before."""
     device = next(model.parameters()).device
-    scored = (document for document in documents if document.first < document.stop)
+    scored = (pair for pair in enumerate(documents) if pair[1].first < pair[1].stop)
     for chunk, here in _dealt(scored, batch_size, ranks):
-        wholes = [Window(d.tokens[: d.stop], 0, d.stop - d.first) for d in here or chunk[:1]]
+        wholes = [Window(d.tokens[: d.stop], 0, d.stop - d.first) for _, d in here or chunk[:1]]
         batch = collate(wholes, max(len(w.tokens) for w in wholes), task)
-        inputs, longest = batch.inputs.shape[1], max(d.stop for d in chunk) - 1  # here, and of all ranks
+        inputs, longest = batch.inputs.shape[1], max(d.stop for _, d in chunk) - 1  # here, and of all ranks
         shown = None if batch.lengths is None else real(batch.inputs, batch.lengths)
         past, begin = None, 0
         for end in range(inputs % segment or segment, inputs + 1, segment):
@@ -203,9 +215,10 @@ def _in_segments(
                 scores, past = model.score_on(
                     batch.inputs[:, part].to(device), batch.targets[:, part].to(device), past, visible
                 )
-            ends = [d.stop - inputs + end for d in here]
-            first = [max(d.first, last - end + begin) for d, last in zip(here, ends, strict=True)]
-            yield scores, [range(a, max(a, b)) for a, b in zip(first, ends, strict=True)]
+            ends = [d.stop - inputs + end for _, d in here]
+            first = [max(d.first, d.stop - inputs + begin) for _, d in here]
+            places = (range(a, max(a, b)) for a, b in zip(first, ends, strict=True))
+            yield scores, [Part(number, where) for (number, _), where in zip(here, places, strict=True)]
             begin = end
         for _ in range(math.ceil(longest / segment) - math.ceil(inputs / segment)):
             with _quietly(), autocast(device):

@@ -101,15 +101,16 @@ class State:
     def checkpoint(self) -> Checkpoint:
         numbers = {key: getattr(self, key) for key in ("step", "micro", "evaluated", "worse")}
         best = None if math.isinf(self.best) else self.best
-        state = {**numbers, "best": best, "examples": self.examples.state}
+        state = {**numbers, "best": best, "ranks": self.others.size, "examples": self.examples.state}
         return Checkpoint(pack(self.model, self.optimizer, self.average), state)
 
     def restore(self, place: Path) -> None:
         unpack(place, self.model, self.optimizer, self.average)
-        saved, micro = read_sealed(place / STATE), self.micro
-        for key in ("step", "micro", "evaluated", "worse"):
+        saved = read_sealed(place / STATE)
+        for key in ("step", "evaluated", "worse"):
             setattr(self, key, saved[key])
-        self.micro = min(self.micro, micro)  # there may be more ranks now
+        if self.others.size == saved.get("ranks", 1):  # else each has other rows, in pieces of another size
+            self.micro = min(self.micro, saved["micro"])
         self.kept = self.step
         self.best = math.inf if saved["best"] is None else saved["best"]
         self.examples.restore(saved["examples"])
@@ -135,10 +136,7 @@ def make_state(
         model.load_state_dict(weights)
     model.train()
     if sharing.size > 1:
-        if not isinstance(model, PerceiverAR):
-            raise ValueError(
-                "context_parallel shares out the inputs of Perceiver AR's cross-attend: set it to 1."
-            )
+        assert isinstance(model, PerceiverAR)
         if device.type == "cuda" and sent_as(config, device) is None:
             raise ValueError("with context_parallel a GPU computes in bf16: set precision to auto.")
         width = model.config.input_width // model.config.cross_head_count

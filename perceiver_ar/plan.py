@@ -85,7 +85,7 @@ class Plan:
             f"one GPU      {self.rows:,} sequences, {self.sequences:,} at once",
             f"its memory   {memory / 1e9:.1f} GB of {self.room / 1e9:.0f}: {_listed(self.memory, 1e9)}",
             f"its time     {seconds:.4g} s a step: {_listed(self.seconds, seconds / 100)} %",
-            f"the run      {self.steps:,} steps, {self.hours:,.1f} hours on {self.gpus:,} GPUs",
+            f"the run      {self.steps:,} steps, {self.hours:,.1f} hours on {self.gpus:,} GPUs, compiled",
         ]
         if self.advice:
             lines.append(f"It does not fit. What would: {'; or '.join(self.advice)}.")
@@ -244,6 +244,8 @@ def _advice(
         kind = experiment.model
         kind = replace(kind, checkpoint_activations=recomputed or kind.checkpoint_activations)
         changed = replace(experiment, model=kind, train=replace(experiment.train, **train))
+        if changed.train.batch_size % (on // changed.train.context_parallel):
+            return False
         return sum(_memory(changed, micro, on).values()) <= room
 
     smaller = next((sequences >> n for n in range(1, sequences.bit_length()) if fits(sequences >> n)), None)
@@ -258,6 +260,7 @@ def _advice(
     for more in (n for n in (2, 4, 8, 16, 32, 64, 128, 256) if n >= gpus):
         if fits(1, more, True, parallel="fsdp"):
             return [f"{more} GPUs with {least}"]
-        if fits(1, more, True, parallel="fsdp", context_parallel=more):
+        shared = isinstance(experiment.model, ModelConfig)
+        if shared and fits(1, more, True, parallel="fsdp", context_parallel=more):
             return [f"{more} GPUs with {least} --train.context-parallel {more}"]
     return ["fewer inputs, latents, channels or layers"]

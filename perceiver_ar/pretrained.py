@@ -1,6 +1,7 @@
 """Model folders: config.json and model.safetensors, on disk or on the Hugging Face hub."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,6 +16,8 @@ from perceiver_ar.config import FORMAT_VERSION
 from perceiver_ar.strict import Config
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_WRAPPED = "model."
+"""What names of weights begin with where transformers wrote them."""
 
 
 class Pretrained(
@@ -48,7 +51,10 @@ class Pretrained(
         with torch.device("meta"):
             model = cls(cls.read_config(folder))
         try:
-            model.load_state_dict(load_file(folder / WEIGHTS, device=str(map_location)), assign=True)
+            weights = load_file(folder / WEIGHTS, device=str(map_location))
+            if all(name.startswith(_WRAPPED) for name in weights):  # as interop/causal_lm.py saves them
+                weights = {name.removeprefix(_WRAPPED): tensor for name, tensor in weights.items()}
+            model.load_state_dict(weights, assign=True)
         except FileNotFoundError:
             raise ValueError(f"{folder} holds no {WEIGHTS}.") from None
         except SafetensorError as error:
@@ -76,6 +82,9 @@ class Pretrained(
                 f"{folder / CONFIG} has format version {version}, but this perceiver-ar reads version "
                 f"{FORMAT_VERSION}: install the one that wrote it."
             )
+        if "transformers_version" in data:  # it has many more settings, which mean nothing here
+            names = {f.name for f in fields(cls.config_class)}
+            data = {name: value for name, value in data.items() if name in names}
         return cls.config_class.from_dict(data)
 
 

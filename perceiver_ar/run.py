@@ -4,7 +4,8 @@ Where tokens come from is settled here too: a store says what its tokens mean, a
 the task makes them itself.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -166,6 +167,23 @@ def begin(
     write_sealed(config, {**about, "data": origin.data, "init": origin.init, "launch": launch})
 
 
+@contextmanager
+def kept_from_others(folder: Path) -> Generator[None]:
+    """While this process trains into a folder, no other does; where the system can tell."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder} is being trained by another process: wait for it, or end it."
+            ) from None
+        except (ImportError, OSError):  # Windows, or a file system without locks
+            pass
+        yield
+
+
 def check_same(before: Experiment, now: Experiment, folder: Path) -> None:
     """Refuses to resume with other settings than the run began with."""
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
@@ -200,6 +218,17 @@ def export(folder: Path, model: Pretrained, experiment: Experiment, task: Task, 
 
 def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
     """The model of a run folder, or of its model/ alone; its task; and where its data were."""
+    inner = model_folder(run)
+    about = read_sealed(inner / "experiment.json")
+    if file_digest(inner / WEIGHTS) != about["sha256"]:
+        raise Damaged(f"{inner / WEIGHTS} is damaged.")
+    model = load_model(inner, device)
+    experiment = Experiment.from_dict(about["experiment"])
+    return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]
+
+
+def model_folder(run: str | Path) -> Path:
+    """Where the model of a run lies: in its model/, or in the folder itself."""
     folder = Path(run)
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist: give the folder of a run.")
@@ -209,9 +238,4 @@ def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
             "it was begun but has no model yet" if (folder / "config.json").exists() else "it holds no model"
         )
         raise ValueError(f"{folder} is not a run that can be used: {hint}.")
-    about = read_sealed(inner / "experiment.json")
-    if file_digest(inner / WEIGHTS) != about["sha256"]:
-        raise Damaged(f"{inner / WEIGHTS} is damaged.")
-    model = load_model(inner, device)
-    experiment = Experiment.from_dict(about["experiment"])
-    return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]
+    return inner

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perceiver_ar.checkpoint import (
-    Keeper,
-    newest,
-    recover,
-)
+from perceiver_ar.checkpoint import Keeper, newest, recover
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.data import Batch, collate
 from perceiver_ar.device import autocast
-from perceiver_ar.distributed import alone, join, launch, restarts, whole
+from perceiver_ar.distributed import alone, join, launch, whole
 from perceiver_ar.embedding import Scores
 from perceiver_ar.feed import Feed
 from perceiver_ar.initial import start_from
@@ -33,7 +29,7 @@ from perceiver_ar.job import Interrupted, Job, NotFinite, State, make_state
 from perceiver_ar.keeping import evaluate_step, keep, keep_last
 from perceiver_ar.metrics import Metrics, import_logger
 from perceiver_ar.optim import learning_rate, update_average
-from perceiver_ar.run import Data, Origin, Source, begin, begun_by, open_source, settle
+from perceiver_ar.run import Data, Origin, Source, begin, begun_by, kept_from_others, open_source, settle
 from perceiver_ar.watch import Watch
 from perceiver_ar.windows import generator
 
@@ -57,23 +53,23 @@ def train(
     folder, launcher = Path(out or Path("runs") / experiment.name), os.getppid()
     # Longer than it takes the watch to say who does not answer.
     ranks, where = join(device, 2 * experiment.train.timeout_minutes + 5)
-    origin, resume = ranks.first(lambda: beginning(folder, data, init, resume))
-    source = open_source(experiment.task, experiment.options, origin.data)
-    import_logger(experiment.train.logger)
-    notes: list[str] = []
-    experiment = settle(experiment, source, notes.append)
-    experiment, weights = start_from(origin.init, experiment)
-    run = make_state(experiment, source, where, weights, ranks)
-    place = ranks.first(lambda: prepare(folder, experiment, source, origin, resume, notes.append))
-    if place is not None:
-        run.restore(place)
+    notes, asked = list[str](), resume
     with (
-        Metrics(folder, experiment.train, run.step, show, ranks.leads) as metrics,
         stop_signals() as received,
         repeatable(experiment.train.deterministic),
         Watch(ranks, experiment.train.timeout_minutes) as watch,
-        Keeper(folder / "checkpoints", experiment.train.keep, ranks) as keeper,
+        ExitStack() as held,
     ):
+        origin, resume = ranks.first(lambda: beginning(folder, data, init, resume))
+        experiment, source, weights = chosen(experiment, origin, notes.append)
+        run = make_state(experiment, source, where, weights, ranks)
+        place = ranks.first(lambda: prepare(folder, experiment, source, origin, resume, notes.append, held))
+        if place is not None:
+            run.restore(place)
+        if resume and not asked:
+            notes.append(f"Some process had died: torchrun began again, from step {run.step:,}.")
+        metrics = held.enter_context(Metrics(folder, experiment.train, run.step, show, ranks.leads))
+        keeper = held.enter_context(Keeper(folder / "checkpoints", experiment.train.keep, ranks))
         for note in notes:
             metrics.say(note)
         about = experiment, source, origin.data, folder, where
@@ -84,8 +80,18 @@ def train(
 
 def beginning(folder: Path, data: Data, init: str | Path | None, resume: bool) -> tuple[Origin, bool]:
     """Where data and weights come from, and whether to go on with a run: also if torchrun starts it again."""
-    resume = resume or (restarts()[0] > 0 and begun_by(launch(), folder))
+    resume = resume or begun_by(launch(), folder)
     return Origin.of(folder, data, init, resume), resume
+
+
+def chosen(
+    experiment: Experiment, origin: Origin, say: Callable[[str], None]
+) -> tuple[Experiment, Source, dict[str, Tensor] | None]:
+    """What is trained, with the task of its data; those; and the weights to start from, if there are any."""
+    source = open_source(experiment.task, experiment.options, origin.data)
+    import_logger(experiment.train.logger)
+    experiment, weights = start_from(origin.init, settle(experiment, source, say))
+    return experiment, source, weights
 
 
 def prepare(
@@ -95,9 +101,11 @@ def prepare(
     origin: Origin,
     resume: bool,
     warn: Callable[[str], None],
+    held: ExitStack,
 ) -> Path | None:
-    """Makes or mends a run's folder; its newest checkpoint, if there is one."""
+    """Makes or mends a run's folder, which is kept from others; its newest checkpoint, if there is one."""
     begin(folder, experiment, source, origin, resume, launch())
+    held.enter_context(kept_from_others(folder))
     for place in (folder, folder / "checkpoints"):
         recover(place)
     return newest(folder / "checkpoints", warn)

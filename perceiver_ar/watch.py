@@ -27,11 +27,12 @@ class Watch:
         self.every = min(5.0, 60 * minutes / 4)
         self.beats = self.step = 0
         self.still = False
-        self.told: dict[int, list[Any]] = {}
-        """Of each rank, read while all stand still: a count of what it told, its beats, step and machine."""
+        self.told: dict[int, list[int]] = {}
+        """Of each rank, read while this one stands still: a count of what it told, and its beats."""
         self.over = threading.Event()
 
     def __enter__(self) -> Self:
+        self.machines = self.ranks.gather(os.uname().nodename)
         if self.ranks.size > 1:
             store: Any = distributed_c10d._get_default_store()
             self.store = dist.PrefixStore("watch", store.clone())
@@ -43,7 +44,7 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self.over.set()
 
-    def beat(self, step: int) -> None:
+    def beat(self, step: int = 0) -> None:
         self.beats, self.step = self.beats + 1, step
 
     def _talk(self) -> None:
@@ -51,8 +52,7 @@ class Watch:
             for count in itertools.count(1):
                 if self.over.wait(self.every):
                     return
-                entry = [count, self.beats, self.step, os.uname().nodename]
-                self.store.set(str(self.ranks.rank), json.dumps(entry))
+                self.store.set(str(self.ranks.rank), json.dumps([count, self.beats]))
                 for rank in range(self.ranks.size) if self.still else ():
                     if self.store.check([str(rank)]):
                         self.told[rank] = json.loads(self.store.get(str(rank)))
@@ -69,24 +69,27 @@ class Watch:
                     before = dict(self.told)
                     if self.over.wait(3 * self.every):
                         return
-                if self.beats == last:
-                    self._end(before, dict(self.told))
+                now = dict(self.told)
+                if any(before[rank][1] != now[rank][1] for rank in before):
+                    since, self.still = time.monotonic(), False  # this one waits for others, which work
+                elif self.beats == last:
+                    self._end(before, now)
 
-    def _end(self, before: dict[int, list[Any]], now: dict[int, list[Any]]) -> None:
+    def _end(self, before: dict[int, list[int]], now: dict[int, list[int]]) -> None:
         """Says who is to blame, by one of those who are not, and ends this process."""
         ranks = range(self.ranks.size)
         blamed = [rank for rank in ranks if before.get(rank) == now.get(rank)]
         if self.ranks.rank in blamed:  # nothing is heard at all: the first keeps what is told
             blamed = [0]
         elif not blamed:
-            least = min(beats for _, beats, *_ in now.values())
+            least = min(beats for _, beats in now.values())
             blamed = [rank for rank in ranks if now[rank][1] == least]
         if self.ranks.rank == min(set(ranks) - set(blamed), default=0):
-            *_, machine = now.get(blamed[0], ["a machine that told nothing"])
-            names = " and ".join(map(str, blamed))
+            names, machine = " and ".join(map(str, blamed)), self.machines[blamed[0]]
+            step = f", at step {self.step:,}" if self.step else ""
             print(
                 f"perceiver-ar: rank {names} of {self.ranks.size}, on {machine}, has not gone on for "
-                f"{self.minutes:g} minutes, at step {self.step:,}: the run is ended. Go on with --resume.",
+                f"{self.minutes:g} minutes{step}: all are ended. Start them again, training with --resume.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -77,10 +78,11 @@ def under_torchrun(
     wanted: list[str], restarts: int = 0, processes: int = 2, reached: Sequence[str] = ("--standalone",)
 ) -> Generator[subprocess.Popen[str]]:
     """Several processes of one command; nothing of them is left behind."""
+    mark = f"MARK={uuid.uuid4()}"
     launcher = ["torch.distributed.run", *reached, "--nproc-per-node", str(processes), "--no-python"]
     process = subprocess.Popen(
         [sys.executable, "-m", *launcher, "--max-restarts", str(restarts), *wanted],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MARK": mark.removeprefix("MARK=")},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -89,10 +91,11 @@ def under_torchrun(
     try:
         yield process
     finally:
-        for child in (*workers(process), process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        process.communicate()
+        for found in Path("/proc").glob("[0-9]*/environ"):  # also those whose launcher is gone
+            with suppress(OSError):
+                if mark.encode() in found.read_bytes():
+                    os.kill(int(found.parent.name), signal.SIGKILL)
+        process.communicate(timeout=60)
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:

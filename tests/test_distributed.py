@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ from perceiver_ar.model import _own_part
 from perceiver_ar.run import open_source
 from perceiver_ar.tasks.tokens import prepare
 from perceiver_ar.training import make_state
+from perceiver_ar.watch import Watch
 from tests.ranks import command, finish, free_port, gone, on_ranks, under_torchrun, wait_until, workers
 
 MODEL = ModelConfig(
@@ -209,7 +211,7 @@ def test_two_ranks_train_as_one_does_however_they_share_the_work(tmp_path: Path)
 
 @pytest.mark.timeout(100)
 def test_two_machines_of_two_ranks_train_as_one_does(tmp_path: Path) -> None:
-    asked = experiment(steps=4, parallel="hybrid")
+    asked = experiment(parallel="hybrid")
     on_ranks(4, train_all, [(tmp_path / "four", asked)], None, LOCAL_WORLD_SIZE=2)
     on_ranks(1, train_all, [(tmp_path / "one", asked)], None)
     same(tmp_path / "four", tmp_path / "one")
@@ -390,6 +392,71 @@ def test_only_the_launch_that_began_a_run_goes_on_with_it_unasked(tmp_path: Path
     assert all("exists already: add --resume" in x for x in found[2])
 
 
+def hang_before_the_first_step(out: Path) -> None:
+    make = training_module.make_state
+
+    def stuck(*args: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return make(*args)
+
+    training_module.make_state = stuck
+    with out.with_name(f"said-{os.environ['RANK']}").open("w") as file, redirect_stderr(file):
+        train(experiment(timeout_minutes=0.05), out=out, device="cpu", show=False)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_hangs_at_the_start_is_named_too(tmp_path: Path) -> None:
+    on_ranks(2, hang_before_the_first_step, tmp_path / "run", seconds=40)
+    said = (tmp_path / "said-0").read_text()
+    assert f"perceiver-ar: rank 1 of 2, on {os.uname().nodename}, has not gone on for 0.05 minutes:" in said
+
+
+def wait_for_one_that_works(out: Path) -> None:
+    ranks, _ = join("cpu")
+    with Watch(ranks, 0.02) as watch:
+        for _ in range(60 if ranks.rank else 1):
+            time.sleep(0.1)
+            watch.beat()
+        out.with_name(f"done-{ranks.rank}").write_text(str(ranks.gather(ranks.rank)))
+
+
+@pytest.mark.timeout(60)
+def test_one_that_waits_for_others_that_work_blames_nobody(tmp_path: Path) -> None:
+    on_ranks(2, wait_for_one_that_works, tmp_path / "run")
+    assert [(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)] == ["[0, 1]"] * 2
+
+
+def uneven(out: Path) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + int(os.environ["RANK"]))
+    train(experiment(parallel="hybrid"), out=out, device="cpu", show=False)
+
+
+@pytest.mark.timeout(60)
+def test_machines_with_different_numbers_of_processes_are_refused(tmp_path: Path) -> None:
+    for found in on_ranks(2, uneven, tmp_path / "run"):
+        assert "hybrid needs as many processes on every machine" in found
+
+
+@pytest.mark.timeout(60)
+def test_pieces_of_a_batch_are_as_large_as_the_number_of_ranks_allows(tmp_path: Path) -> None:
+    asked = experiment(steps=4, checkpoint_every=2)
+    on_ranks(3, train_all, [(tmp_path / "run", replace(asked, train=replace(asked.train, steps=2)))], None)
+    assert micro(tmp_path / "run") == 4
+    for size, pieces in ((1, 12), (2, 6)):
+        shutil.copytree(tmp_path / "run", tmp_path / str(size))
+        on_ranks(size, resume_one, asked, tmp_path / str(size))
+        assert micro(tmp_path / str(size)) == pieces
+
+
+def resume_one(asked: Experiment, out: Path) -> None:
+    train(asked, out=out, resume=True, device="cpu", show=False)
+
+
+def micro(run: Path) -> int:
+    return reading.state(checkpoints(run / "checkpoints")[-1])["micro"]
+
+
 @pytest.mark.timeout(60)
 def test_a_batch_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     for found in on_ranks(2, train_all, [(tmp_path / "run", experiment(batch_size=9))], None):
@@ -430,6 +497,45 @@ def test_two_machines_find_each_other(tmp_path: Path) -> None:
         said = [finish(process)[1] for process in (first, second)]
     assert sum(text.count("step 2: loss") for text in said) == 1
     assert names(tmp_path / "run") == ["step-00000002"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_two_machines_begin_again_when_a_process_of_one_died(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    asked = command("train", *SETTINGS, 200, "--out", run)
+    reached = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=1"]
+    with (
+        under_torchrun(asked, restarts=2, processes=1, reached=reached) as first,
+        under_torchrun(asked, restarts=2, processes=1, reached=reached) as second,
+    ):
+        wait_until(lambda: checkpoints(run / "checkpoints"))
+        time.sleep(1)
+        os.kill(workers(second)[0], signal.SIGKILL)  # how often each machine began again may differ
+        said = [finish(process)[1] for process in (first, second)]
+    assert sum(text.count("Some process had died: torchrun began again, from step ") for text in said) == 1
+    assert sum(text.count("step 200: loss") for text in said) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_nobody_is_left_when_the_launcher_dies_at_the_start(tmp_path: Path) -> None:
+    with under_torchrun(command("train", *SETTINGS, "1000000", "--out", tmp_path / "run")) as process:
+        wait_until(lambda: len(workers(process)) == 2)
+        time.sleep(0.5)
+        left = workers(process)
+        process.kill()
+        wait_until(lambda: all(map(gone, left)), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    asked = command("train", *SETTINGS, 2, "--train.context-parallel", "3", "--out", tmp_path / "run")
+    with under_torchrun(asked) as process:
+        _, said = process.communicate(timeout=60)
+    assert said.count("context_parallel, 3, must divide the number of processes, 2.") == 1
+    assert "exitcode  : 2" in said
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from perceiver_ar import ModelConfig, PerceiverAR, evaluate
+from perceiver_ar.baselines import TransformerXL
+from perceiver_ar.config import TransformerXLConfig
 from perceiver_ar.data import collate
-from perceiver_ar.evaluation import windows
+from perceiver_ar.evaluation import score, windows
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.tokens import TokensTask
@@ -101,6 +103,18 @@ def test_the_number_of_windows_at_a_time_changes_nothing() -> None:
     found = [evaluate(model, TokensTask(), documents(), batch_size=size)["nats"] for size in (1, 4, 100)]
     assert found == pytest.approx([found[0]] * 3, abs=1e-6)
     assert not model.training
+
+
+@pytest.mark.parametrize("reading_on", [False, True])
+def test_each_row_says_whose_it_is(reading_on: bool) -> None:
+    xl = TransformerXL(TransformerXLConfig(V, N, memory=N, channels=16, heads=2, layers=2)).eval()
+    torch.nn.init.normal_(next(xl.output.parameters()))
+    model = xl if reading_on else make()
+    sums = np.zeros(len(documents()))
+    for nats, _, parts in score(model, TokensTask(), documents(), None, None, batch_size=3):
+        np.add.at(sums, [part.document for part in parts], nats.sum(1).numpy())
+    alone = [evaluate(model, TokensTask(), [document]) for document in documents()]
+    assert sums == pytest.approx([report["nats"] * report["tokens"] for report in alone], rel=1e-5)
 
 
 def test_every_target_lies_in_exactly_one_window() -> None:

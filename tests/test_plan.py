@@ -38,6 +38,12 @@ def wide(**train: Any) -> Experiment:
     return Experiment("it", "tokens", model, TrainConfig(batch_size=256, steps=1000, **train))
 
 
+def few() -> Experiment:
+    """A model for many GPUs, but not sequences."""
+    model = replace(presets.get("imagenet64").model, channels=16_384, heads=64)
+    return Experiment("it", "tokens", model, TrainConfig(batch_size=8))
+
+
 def long(**train: Any) -> Experiment:
     model = ModelConfig(259, 2**25, 1024, layers=6)
     return Experiment("it", "tokens", model, TrainConfig(batch_size=64, **train))
@@ -67,9 +73,9 @@ def test_ranks_share_the_work_and_what_they_hold() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "gpus"), [*itertools.product(["h200", "a100", "4090"], [1, 2, 8])])
-@pytest.mark.parametrize("name", ["imagenet64", "pg19-4k", "copy-131k", "wide", "long"])
+@pytest.mark.parametrize("name", ["imagenet64", "pg19-4k", "copy-131k", "wide", "few", "long"])
 def test_advice_makes_it_fit(name: str, gpu: str, gpus: int) -> None:
-    experiment = {"wide": wide, "long": long}.get(name, lambda: presets.get(name))()
+    experiment = {"wide": wide, "few": few, "long": long}.get(name, lambda: presets.get(name))()
     for advice in plan(experiment, gpu, gpus).advice:
         train, model, on = experiment.train, experiment.model, gpus
         words = shlex.split(advice.replace(",", ""))
@@ -109,3 +115,9 @@ def test_the_command_prints_a_plan(
         with pytest.raises(SystemExit, match="2"):
             run("imagenet64", *wrong)
         assert said in capsys.readouterr().err
+
+
+def test_only_perceiver_ar_shares_inputs() -> None:
+    experiment = presets.get("wikitext103-xl")
+    with pytest.raises(ValueError, match="context_parallel shares out the inputs"):
+        replace(experiment, train=replace(experiment.train, context_parallel=2))

@@ -29,7 +29,7 @@ from perceiver_ar.checkpoint import checkpoints, pack
 from perceiver_ar.data import Crops
 from perceiver_ar.distributed import Ranks
 from perceiver_ar.optim import begin_state, learning_rate
-from perceiver_ar.run import open_source
+from perceiver_ar.run import kept_from_others, open_source
 from perceiver_ar.sealed import Damaged, file_digest, read_sealed, write_sealed
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.copy import CopyTask
@@ -591,13 +591,40 @@ def test_an_evaluation_given_up_for_a_signal_is_made_up_for(
 
 
 def test_damaged_checkpoints_are_set_aside_and_never_outlive_good_ones(tmp_path: Path) -> None:
-    train(small(steps=6), out=tmp_path / "run", show=False)
-    newest = checkpoints(tmp_path / "run/checkpoints")[-1]
-    (newest / "state.json").write_text("{}")
-    train(small(steps=6, keep=1), out=tmp_path / "run", resume=True, show=False)
+    train(small(steps=6, keep=9), out=tmp_path / "run", show=False)
+    for keep in (9, 1):  # the same step is damaged twice
+        newest = checkpoints(tmp_path / "run/checkpoints")[-1]
+        (newest / "state.json").write_text("{}")
+        train(small(steps=6, keep=keep), out=tmp_path / "run", resume=True, show=False)
     names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert names == {"step-00000006", "damaged-step-00000006"}
     reading.state(tmp_path / "run/checkpoints/step-00000006")
+
+
+def test_a_run_is_not_trained_twice_at_once(tmp_path: Path) -> None:
+    train(small(steps=2), out=tmp_path / "run", show=False)
+    with kept_from_others(tmp_path / "run"), pytest.raises(ValueError, match="is being trained"):
+        train(small(steps=4), out=tmp_path / "run", resume=True, show=False)
+    train(small(steps=4), out=tmp_path / "run", resume=True, show=False)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, update, written = checkpoint_module.file_digest, training_module.update, []
+
+    def slowly(path: Path) -> str:
+        time.sleep(0.3)
+        return digest(path)
+
+    def noting(job: Any, run: Any, batch: Any) -> Any:
+        written.append((run.step, job.keeper.pending is not None and not job.keeper.pending.done()))
+        return update(job, run, batch)
+
+    monkeypatch.setattr(checkpoint_module, "file_digest", slowly)
+    monkeypatch.setattr(training_module, "update", noting)
+    train(small(steps=6, checkpoint_every=3), out=tmp_path / "run", show=False)
+    assert written == [(0, False), (1, False), (2, False), (3, True), (4, True), (5, True)]
 
 
 def test_a_crash_between_the_renames_loses_nothing(tmp_path: Path) -> None:

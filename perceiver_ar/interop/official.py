@@ -1,6 +1,8 @@
 """The authors' parameters (JAX, Haiku) as a PerceiverAR that gives the same logits."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from perceiver_ar.config import ModelConfig, Queries
+from perceiver_ar.interop.plain_pickle import Array, read_pickle
 from perceiver_ar.model import Block, PerceiverAR
 from perceiver_ar.strict import unknown
 
@@ -70,13 +73,126 @@ NEEDED = (
 )
 QUERY_MLP = ("initial_query_embed_num_layers", "initial_query_embed_activation_name")
 
+_PUBLISHED = {
+    "num_z_channels": 1024,
+    "num_transformer_heads": 16,
+    "num_cross_attend_heads": 16,
+    "dropout_prob": 0.1,
+}
+SWEEPS: dict[str, dict[str, Any]] = {
+    "random_mirrored_32": {
+        "max_context_length": 32,
+        "z_index_dim": 16,
+        "num_transformers_per_block": 1,
+        **_PUBLISHED,
+    },
+    "random_mirrored_131072": {
+        "max_context_length": 131_072,
+        "z_index_dim": 1024,
+        "num_transformers_per_block": 6,
+        **_PUBLISHED,
+    },
+    "imagenet_w_positions": {
+        "max_context_length": 12_416,
+        "z_index_dim": 1024,
+        "num_transformers_per_block": 60,
+        "position_encoding": "random",
+        "learnable_position_embeddings": True,
+        **_PUBLISHED,
+    },
+}
+"""Arguments of the authors' experiments, by their names; their checkpoints do not hold them."""
+
+
+def read_checkpoint(path: Path, kwargs: str | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """What from_params takes, from a checkpoint.dill of the authors' training code, or its folder.
+
+    kwargs: the name of one of SWEEPS, or a JSON file, of arguments that the checkpoint does not hold.
+    """
+    given = {} if kwargs is None else read_arguments(kwargs)
+    path = path / "checkpoint.dill" if path.is_dir() else path
+    held = read_pickle(path)
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} holds no parameters: it must be a dict with 'params'.")
+    params = _flat(held.get("params", held), path)
+    arguments = _configured(held.get("config")) | given
+    if not arguments:
+        raise ValueError(
+            f"{path} does not say how its model was made: add --kwargs with the name of the authors' "
+            f"experiment ({', '.join(SWEEPS)}), or with a JSON file of their constructor's arguments."
+        )
+    return params, _sizes(params) | arguments
+
+
+def read_arguments(name: str) -> dict[str, Any]:
+    """The arguments of one of SWEEPS, or those in a JSON file."""
+    if name in SWEEPS:
+        return SWEEPS[name]
+    if not Path(name).is_file():
+        raise ValueError(unknown("JSON file or experiment of the authors", name, SWEEPS))
+    try:
+        arguments = json.loads(Path(name).read_text())
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{name} must hold one JSON object, of the arguments of the authors' constructor.")
+    return arguments
+
+
+def _flat(params: Any, path: Path) -> dict[str, np.ndarray]:
+    """Haiku's dicts in a dict as one; of copies that several devices held, the first."""
+    arrays: dict[str, Array] = {}
+    for module, inner in params.items() if isinstance(params, dict) else ():
+        for name, array in inner.items() if isinstance(inner, dict) else (("", inner),):
+            full = f"{module}/{name}".removesuffix("/")
+            if not full.isprintable() or not isinstance(array, Array):
+                raise ValueError(f"{path} holds no array for the parameter {full[:100]!r}.")
+            arrays[full] = array
+    norm = arrays.get("perceiver_ar/layer_norm/scale")
+    if norm is None:
+        raise ValueError(f"{path} holds no parameters of a Perceiver AR of the authors.")
+    if sum(len(array.content) for array in arrays.values()) > path.stat().st_size:
+        raise ValueError(f"{path} claims more parameters than fit in it.")
+    devices = norm.shape[0] if len(norm.shape) == 2 else 0
+    copies = devices > 0 and all(array.shape[:1] == (devices,) for array in arrays.values())
+    return {name: array.values[0] if copies else array.values for name, array in arrays.items()}
+
+
+def _configured(config: Any) -> dict[str, Any]:
+    """The constructor's arguments in their training's config, whether all of it is kept or only they are."""
+    for part in ("experiment_kwargs", "config"):
+        config = config.get(part, config) if isinstance(config, dict) else {}
+    match config:
+        case {"model": {"perceiver_ar_kwargs": dict(arguments)}, "data": {"max_context_length": context}}:
+            return {"max_context_length": context} | arguments
+        case dict():
+            return config
+    return {}
+
+
+def _sizes(params: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The arguments that follow from the shapes of the tables; their code takes them from the data set."""
+    rows: list[int] = []
+    while (table := params.get(f"perceiver_ar/~/embed_{len(rows) + 1}/embeddings")) is not None:
+        rows += table.shape[:1] or [-1]
+    tokens = params.get("perceiver_ar/~/embed/embeddings")
+    classes = {} if tokens is None or tokens.ndim == 0 else {"num_classes": len(tokens)}
+    return classes | {"input_idx_size": rows or [-1]}
+
 
 def from_params(params: Mapping[str, ArrayLike], kwargs: Mapping[str, Any]) -> PerceiverAR:
     """Makes a PerceiverAR, in evaluation mode, from a dict of "module path/name" to arrays.
 
     kwargs are those of the authors' constructor. Their positions start at 1: pass them as they are.
     """
-    model = PerceiverAR(_config(kwargs))
+    config = _config(kwargs)
+    if config.layers > len(params):
+        raise ValueError(f"{config.layers:,} layers cannot be made of {len(params)} parameters.")
+    try:
+        with torch.device("meta"):
+            model = PerceiverAR(config)
+    except RuntimeError as error:
+        raise ValueError(f"no model can be made of these arguments: {error}") from None
     left = {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in params.items()}
     try:
         weights = _weights(model, left)
@@ -85,7 +201,7 @@ def from_params(params: Mapping[str, ArrayLike], kwargs: Mapping[str, Any]) -> P
     if left:
         raise ValueError(f"these arguments have no place for the parameters {', '.join(sorted(left))}.")
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise ValueError(f"the parameters do not fit these arguments: {error}") from None
     return model.eval()
@@ -103,6 +219,12 @@ def _config(kwargs: Mapping[str, Any]) -> ModelConfig:
         if name not in kwargs:
             raise ValueError(f"the argument {name} is missing.")
     k = DEFAULTS | dict(kwargs)
+    for name, kinds, what in (
+        ("input_idx_size", list | tuple, "a list"),
+        ("max_wavelength", int | float, "a number"),
+    ):
+        if not isinstance(k[name], kinds):
+            raise ValueError(f"{name} must be {what}, but is {k[name]!r}.")
     rotary = k["position_encoding_type"] == "rotary"
     tables = not rotary and (k["position_encoding"] != "sinusoidal" or k["learnable_position_embeddings"])
     if not rotary and not tables and len(k["input_idx_size"]) > 1:
@@ -171,7 +293,9 @@ def _weights(model: PerceiverAR, left: dict[str, Tensor]) -> dict[str, Tensor]:
 def _check_sinusoids(model: PerceiverAR, table: Tensor) -> None:
     """Theirs is a table; ours the formula, exact where their float32 is off by 0.01 at 131,072."""
     assert model.embedding.positions is not None
-    if not torch.allclose(model.embedding.positions(torch.arange(len(table))[:, None]), table, atol=0.02):
+    rows = torch.arange(table.shape[0] if table.ndim else 0)
+    sinusoids = model.embedding.positions(rows[:, None])
+    if sinusoids.shape != table.shape or not torch.allclose(sinusoids, table, atol=0.02):
         raise ValueError("the table of positions in perceiver_ar/~/embed_1 is not that of the sinusoids.")
 
 

@@ -60,7 +60,11 @@ class TextTask(Task):
         return self.vocabulary.ends
 
     def read(self, path: Path) -> Document:
-        tokens = np.concatenate((self.prompt_file(path), [EOS] * self.ends))
+        return self.document(path.read_bytes())
+
+    def document(self, data: bytes) -> Document:
+        """A text as it is in a store, to be scored."""
+        tokens = np.concatenate((self._after_bos(data), [EOS] * self.ends))
         return Document(tokens, 1, len(tokens))
 
     def prompt(self, text: str) -> Tokens:
