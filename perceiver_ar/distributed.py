@@ -133,17 +133,24 @@ def spread(
         return model.to(device)
     if mode in ("ddp", "zero1"):
         return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
-    # These take a second to import.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-
-    shape, names = (ranks.size,), ("all",)
+    shape = (ranks.size,)
     if mode == "hybrid":
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         if len({*ranks.gather(local)}) > 1:
             raise ValueError("hybrid needs as many processes on every machine: set parallel to fsdp.")
-        shape, names = (ranks.size // local, local), ("machines", "within")
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        shape = (ranks.size // local, local)
+    return shard(model, device, shape, sent)
+
+
+def shard(
+    model: Decoder, device: torch.device, shape: tuple[int, ...], sent: torch.dtype | None
+) -> nn.Module:
+    """Leaves each rank its part of the weights. shape: of all ranks, by machines if there are two numbers."""
+    # These take a second to import.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("machines", "within")[-len(shape) :])
     # Latents stay as precise as they are: only weights, and what is sent, are rounded.
     policy = MixedPrecisionPolicy(sent, sent, cast_forward_inputs=False)
     # Block by block, so that no device ever holds all of it. What is outside of the blocks is given back

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 
 import perceiver_ar.evaluation as evaluation_module
 import perceiver_ar.training as training_module
-from perceiver_ar import Experiment, ModelConfig, TrainConfig, attention, cli, train
+from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, attention, cli, train
 from perceiver_ar.checkpoint import Keeper, checkpoints, share
 from perceiver_ar.config import AnyModelConfig, TransformerXLConfig
-from perceiver_ar.distributed import Ranks, join
+from perceiver_ar.distributed import Ranks, join, shard, whole
 from perceiver_ar.model import _own_part
 from perceiver_ar.run import open_source
 from perceiver_ar.tasks.tokens import prepare
@@ -224,6 +224,35 @@ def test_sharded_weights_are_trained_in_bf16_too(tmp_path: Path) -> None:
     ]
     assert [x[0]["step"] for x in on_ranks(2, train_all, runs, None)] == [4, 4]
     assert losses(runs[0][0]) == pytest.approx(losses(runs[1][0]), abs=1e-3)
+
+
+def rounded_gradients() -> dict[str, float]:
+    """How far from float32 they are with weights and gradients of the blocks sent as bf16, in all."""
+    torch.distributed.init_process_group("nccl")
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    models = [PerceiverAR(replace(MODEL, channels=64)).to(device).eval() for _ in range(2)]
+    torch.nn.init.normal_(models[0].output.weight, std=0.1)  # which begins at 0, and gives no gradients
+    models[1].load_state_dict(models[0].state_dict())
+    shard(models[1], device, (1,), torch.bfloat16)
+    tokens = torch.randint(259, (4, 17), device=device)
+    for model, kind in zip(models, (torch.float32, torch.bfloat16), strict=True):
+        with torch.autocast("cuda", kind, enabled=kind is torch.bfloat16):
+            model(tokens[:, :-1], targets=tokens[:, -8:]).nats.mean().backward()
+    found = {}
+    for (name, exact), rounded in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert exact.grad is not None
+        off = whole(rounded.grad).float() - exact.grad
+        found[name] = float(off.norm() / (exact.grad.norm() + 1e-6))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(60)
+def test_blocks_are_sent_as_bf16_on_a_gpu() -> None:
+    (errors,) = on_ranks(1, rounded_gradients)
+    assert all(error < 0.05 for error in errors.values()), errors
+    assert errors["self_attends.0.mlp.widen.weight"] > 0
 
 
 def save_again(asked: Experiment, place: Path, out: Path) -> None:
