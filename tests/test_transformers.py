@@ -318,6 +318,19 @@ def test_the_card_tells_task_licence_and_metrics(exported: Path) -> None:
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     assert results["nats"] > 0
     assert "bits_per_byte" in results
+    assert "tokens" not in results
+    assert (
+        f"up to {M} inputs and gives logits for the last\n{N} of them" in (exported / "README.md").read_text()
+    )
+
+
+def test_the_card_tells_of_the_model_that_was_kept(run_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_folder, tmp_path / "it")
+    with (tmp_path / "it/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 99, "validation": {"nats": 99.0}}) + "\n")  # worse: not kept
+    export(tmp_path / "it", tmp_path / "out")
+    results = ModelCard.load(tmp_path / "out/README.md").data.eval_results
+    assert {r.metric_value for r in results if r.metric_type == "nats"}.isdisjoint({99.0})
 
 
 @pytest.mark.parametrize("kind", ["bytes", "unigram", "bpe", "words", "tokenizers"])
