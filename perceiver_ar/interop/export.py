@@ -46,7 +46,7 @@ def export(run: Path, out: Path, license: str = "unknown") -> None:
         for name, content in task.files().items():
             (beside / name).write_bytes(content)
         if isinstance(task, TextTask):
-            _write_tokenizer(task, beside)
+            _write_tokenizer(task, model.config.context, beside)
         for name, source in code([CAUSAL_LM, TOKENIZER]).items():
             (beside / name).write_text(source)
         (beside / "README.md").write_text(card(run, model, task, license))
@@ -54,12 +54,12 @@ def export(run: Path, out: Path, license: str = "unknown") -> None:
     write_folder(out, write)
 
 
-def _write_tokenizer(task: TextTask, folder: Path) -> None:
+def _write_tokenizer(task: TextTask, context: int, folder: Path) -> None:
     from perceiver_ar.interop.tokenizer import PerceiverARTokenizer
 
     files = {name: folder / file for name, file in PerceiverARTokenizer.vocab_files_names.items()}
     given = {name: str(path) for name, path in files.items() if path.exists()}
-    tokenizer = PerceiverARTokenizer(task.tokenizer, **given)
+    tokenizer = PerceiverARTokenizer(task.tokenizer, **given, model_max_length=context)
     tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": [f"{_flat(TOKENIZER)}.PerceiverARTokenizer", None]}
     tokenizer.save_pretrained(folder)
 
@@ -150,9 +150,10 @@ def _best_evaluation(run: Path) -> dict[str, Any]:
     return {name: value for name, value in best.items() if isinstance(value, float)}
 
 
-_ABOUT = """A [Perceiver AR](https://arxiv.org/abs/2202.07765) of {parameters:,} parameters for the task {task}, trained
-with `perceiver-ar`; experiment.json has its settings. It takes up to {context:,} inputs and gives logits for the last
-{latents:,} of them. The weights' licence: {license}. The code beside them is perceiver-ar's, Apache-2.0.
+_ABOUT = """A [Perceiver AR](https://arxiv.org/abs/2202.07765) of {parameters:,} parameters for the
+task {task}, trained with `perceiver-ar`; experiment.json has its settings. It takes up to {context:,}
+inputs and gives logits for the last {latents:,} of them. The weights' licence: {license}. The code beside
+them is perceiver-ar's, Apache-2.0.
 """
 _LOAD = """
 ```python
