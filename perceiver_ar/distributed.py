@@ -222,11 +222,13 @@ def join(device: str, minutes: float = 10) -> tuple[Ranks, torch.device]:
         die_with_launcher()
         backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
         longest = timedelta(minutes=minutes)
-        try:  # not for long: torchrun's store is there before any rank is
-            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+        # Torchrun's store is there before any rank is; others' comes with the first rank.
+        first = longest if launch() is None else timedelta(seconds=5)
+        try:
+            store, rank, size = next(dist.rendezvous("env://", timeout=first))
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"torchrun, which started this process, cannot be reached: {reason}") from None
+            raise ValueError(f"what started this process cannot be reached: {reason}") from None
         store.set_timeout(longest)
         store = dist.PrefixStore(meet(store, rank, size, longest), store)
         dist.init_process_group(backend, timeout=longest, rank=rank, world_size=size, store=store)
