@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from perceiver_ar.attention import attend
@@ -79,6 +80,17 @@ class Cache:
     def room(self) -> tuple[int, int]:
         """M and N: how many inputs and latents it can hold."""
         return self.tokens.shape[1], self.self_keys.shape[3]
+
+    def with_room(self, inputs: int) -> "Cache":
+        """The same with room for more inputs."""
+        more = inputs - self.room[0]
+        return replace(
+            self,
+            tokens=F.pad(self.tokens, (0, more)),
+            positions=F.pad(self.positions, (0, 0, 0, more)),
+            keys=F.pad(self.keys, (0, 0, 0, more)),
+            values=F.pad(self.values, (0, 0, 0, more)),
+        )
 
     def rows(self, index: Tensor) -> "Cache":
         """Tensors of its own, with those rows of the batch, of which some may come more than once."""

@@ -133,17 +133,24 @@ def spread(
         return model.to(device)
     if mode in ("ddp", "zero1"):
         return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
-    # These take a second to import.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-
-    shape, names = (ranks.size,), ("all",)
+    shape = (ranks.size,)
     if mode == "hybrid":
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         if len({*ranks.gather(local)}) > 1:
             raise ValueError("hybrid needs as many processes on every machine: set parallel to fsdp.")
-        shape, names = (ranks.size // local, local), ("machines", "within")
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        shape = (ranks.size // local, local)
+    return shard(model, device, shape, sent)
+
+
+def shard(
+    model: Decoder, device: torch.device, shape: tuple[int, ...], sent: torch.dtype | None
+) -> nn.Module:
+    """Leaves each rank its part of the weights. shape: of all ranks, by machines if there are two numbers."""
+    # These take a second to import.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("machines", "within")[-len(shape) :])
     # Latents stay as precise as they are: only weights, and what is sent, are rounded.
     policy = MixedPrecisionPolicy(sent, sent, cast_forward_inputs=False)
     # Block by block, so that no device ever holds all of it. What is outside of the blocks is given back
@@ -215,11 +222,13 @@ def join(device: str, minutes: float = 10) -> tuple[Ranks, torch.device]:
         die_with_launcher()
         backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
         longest = timedelta(minutes=minutes)
-        try:  # not for long: torchrun's store is there before any rank is
-            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+        # Torchrun's store is there before any rank is; others' comes with the first rank.
+        first = longest if launch() is None else timedelta(seconds=5)
+        try:
+            store, rank, size = next(dist.rendezvous("env://", timeout=first))
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"torchrun, which started this process, cannot be reached: {reason}") from None
+            raise ValueError(f"what started this process cannot be reached: {reason}") from None
         store.set_timeout(longest)
         store = dist.PrefixStore(meet(store, rank, size, longest), store)
         dist.init_process_group(backend, timeout=longest, rank=rank, world_size=size, store=store)

@@ -1,6 +1,7 @@
 """Model folders: config.json and model.safetensors, on disk or on the Hugging Face hub."""
 
 import json
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -8,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from huggingface_hub import PyTorchModelHubMixin, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -51,6 +52,7 @@ class Pretrained(
         with torch.device("meta"):
             model = cls(cls.read_config(folder))
         try:
+            check_types(folder / WEIGHTS)
             weights = load_file(folder / WEIGHTS, device=str(map_location))
             if all(name.startswith(_WRAPPED) for name in weights):  # as interop/causal_lm.py saves them
                 weights = {name.removeprefix(_WRAPPED): tensor for name, tensor in weights.items()}
@@ -70,7 +72,7 @@ class Pretrained(
             data = json.loads((folder / CONFIG).read_text())
         except FileNotFoundError:
             raise ValueError(f"{folder} holds no {CONFIG}: is it a model folder?") from None
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ValueError(f"{folder / CONFIG} is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise ValueError(f"{folder / CONFIG} holds no settings.")
@@ -86,6 +88,19 @@ class Pretrained(
             names = {f.name for f in fields(cls.config_class)}
             data = {name: value for name, value in data.items() if name in names}
         return cls.config_class.from_dict(data)
+
+
+def check_types(path: Path) -> None:
+    """Refuses weights that are not all of one kind of floating-point numbers."""
+    with safe_open(path, framework="pt") as file:
+        kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    (most, _), *_ = Counter(kinds.values()).most_common(1) or [("F32", 0)]
+    wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind != most or kind not in _FLOATS]
+    if wrong:
+        raise ValueError(f"{path} has weights of other types than {most}: {', '.join(sorted(wrong))}.")
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def find(name: str | Path, hub: dict[str, Any]) -> Path:

@@ -221,7 +221,7 @@ def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
     inner = model_folder(run)
     about = read_sealed(inner / "experiment.json")
     if file_digest(inner / WEIGHTS) != about["sha256"]:
-        raise Damaged(f"{inner / WEIGHTS} is damaged.")
+        raise Damaged(f"{inner / WEIGHTS} is damaged, or was changed.")
     model = load_model(inner, device)
     experiment = Experiment.from_dict(about["experiment"])
     return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]
@@ -234,8 +234,9 @@ def model_folder(run: str | Path) -> Path:
         raise ValueError(f"{folder} does not exist: give the folder of a run.")
     inner = folder / "model" if (folder / "model").is_dir() else folder
     if not (inner / "experiment.json").exists():
-        hint = (
-            "it was begun but has no model yet" if (folder / "config.json").exists() else "it holds no model"
-        )
+        begun, model = (folder / "config.json").exists(), (inner / WEIGHTS).exists()
+        hint = "it was begun but has no model yet" if begun else "it holds no model"
+        if model:
+            hint = "its model has no task beside it, experiment.json: use PerceiverAR.from_pretrained"
         raise ValueError(f"{folder} is not a run that can be used: {hint}.")
     return inner

@@ -55,7 +55,6 @@ def train(
     ranks, where = join(device, 2 * experiment.train.timeout_minutes + 5)
     notes, asked = list[str](), resume
     with (
-        stop_signals() as received,
         repeatable(experiment.train.deterministic),
         Watch(ranks, experiment.train.timeout_minutes) as watch,
         ExitStack() as held,
@@ -64,6 +63,7 @@ def train(
         experiment, source, weights = chosen(experiment, origin, notes.append)
         run = make_state(experiment, source, where, weights, ranks)
         place = ranks.first(lambda: prepare(folder, experiment, source, origin, resume, notes.append, held))
+        received = held.enter_context(stop_signals())  # before this there is nothing to save
         if place is not None:
             run.restore(place)
         if resume and not asked:

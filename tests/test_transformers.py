@@ -194,11 +194,56 @@ def test_sampling_options_streamers_and_stopping_criteria() -> None:
         wrapped.generate(prompt, max_new_tokens=5, assistant_model=wrapped)
 
 
+def last_nats(model: PerceiverAR, tokens: Tensor) -> float:
+    """Mean of those after the last N inputs; the last of these has none after it."""
+    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)[:, -N:]
+    return float(model(tokens, targets=targets).nats.sum() / (len(tokens) * (N - 1)))
+
+
 def test_the_loss_is_that_of_the_last_latents() -> None:
     model, tokens = make(), drawn(3, 40)
-    found = PerceiverARForCausalLM.of(model)(tokens, labels=tokens).loss
-    wanted = model(tokens, targets=torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)[:, -N:]).nats
-    torch.testing.assert_close(found, wanted.sum() / (3 * (N - 1)))
+    wrapped = PerceiverARForCausalLM.of(model)
+    for more in ({}, {"num_items_in_batch": torch.tensor(3 * 39)}):
+        assert float(wrapped(tokens, labels=tokens, **more).loss) == pytest.approx(last_nats(model, tokens))
+
+
+def test_a_cache_of_generate_is_used_again() -> None:
+    wrapped, prompt = PerceiverARForCausalLM.of(make()), drawn(2, 20)
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+    first = wrapped.generate(prompt, max_new_tokens=10, return_dict_in_generate=True, **settings)
+    cache = first.past_key_values
+    both = wrapped.generate(first.sequences, past_key_values=cache, max_new_tokens=30, **settings)
+    assert both.equal(wrapped.generate(prompt, max_new_tokens=40, **settings))
+
+
+def test_what_cannot_be_done_is_said() -> None:
+    wrapped, tokens = PerceiverARForCausalLM.of(make()), drawn(2, 20)
+    ones = torch.ones_like(tokens)
+    cache = wrapped(tokens, use_cache=True).past_key_values
+    for sentence, call in (
+        ("must have the shape", lambda: wrapped(tokens, attention_mask=ones[:, :9])),
+        ("no inputs_embeds", lambda: wrapped(inputs_embeds=torch.zeros(1, 2, 32))),
+        ("must be a PerceiverARCache", lambda: wrapped(tokens, past_key_values=transformers.DynamicCache())),
+        ("cannot be padded", lambda: wrapped(tokens, attention_mask=0 * ones, past_key_values=cache)),
+        ("leave prefill_chunk_size out", lambda: wrapped.generate(tokens, prefill_chunk_size=8)),
+        ("format version 9", lambda: PerceiverARConfig(format_version=9)),
+        ("has no tokenizer", PerceiverARTokenizer),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+    masked = wrapped(tokens, attention_mask=ones.float()).logits
+    assert masked.equal(wrapped(tokens).logits)
+    assert isinstance(wrapped(tokens, use_cache=True, return_dict=False), tuple)
+
+
+def test_without_a_cache_generation_goes_beyond_the_context_too() -> None:
+    model, prompt = make(), drawn(1, 60)
+    found = PerceiverARForCausalLM.of(model).generate(
+        prompt, max_new_tokens=8, do_sample=False, use_cache=False, eos_token_id=None
+    )
+    positions = torch.arange(68)[None]
+    wanted = generate(model, prompt, 8, temperature=0, cache=False, grow_latents=False, positions=positions)
+    assert found.equal(wanted)
 
 
 def test_padding_on_the_right_is_refused() -> None:
@@ -217,6 +262,7 @@ def test_embeddings_are_resized(tied: bool, tmp_path: Path) -> None:
     assert wrapped.config.vocab_size == 264
     torch.testing.assert_close(wrapped(tokens).logits[..., :V], before)
     assert wrapped(torch.full((1, 5), 263)).logits.isfinite().all()
+    assert PerceiverARTokenizer("bytes").decode([100, 263]) == "a<|263|>"
     wrapped.save_pretrained(tmp_path)
     assert PerceiverAR.from_pretrained(tmp_path).config.vocab_size == 264
     wrapped.resize_token_embeddings(V)
@@ -280,11 +326,13 @@ settings = TrainingArguments(
     "{out}/trainer", max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
     gradient_checkpointing=True, logging_steps=1,
 )
-trainer = Trainer(model, settings, train_dataset=data)
+trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data)
+before = trainer.evaluate()["eval_loss"]
 trainer.train()
 trainer.save_model("{out}/saved")
 losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-torch.save((losses, model.model.state_dict()), "{out}/state.pt")
+tokens = torch.stack([x["input_ids"] for x in data])
+torch.save((before, losses, model.model.state_dict(), tokens), "{out}/state.pt")
 """
 
 
@@ -292,10 +340,12 @@ def test_what_trainer_saves_is_read_back(exported: Path, tmp_path: Path) -> None
     pytest.importorskip("accelerate")
     script = FINE_TUNE.format(folder=exported, out=tmp_path)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-    losses, trained = torch.load(tmp_path / "state.pt")
-    assert len(losses) == 2
-    assert all(0 < loss < 8 for loss in losses)
-    before = PerceiverAR.from_pretrained(exported).state_dict()
+    loss, losses, trained, tokens = torch.load(tmp_path / "state.pt")
+    model = PerceiverAR.from_pretrained(exported)
+    assert loss == pytest.approx(last_nats(model, tokens), rel=1e-4)
+    assert losses == pytest.approx([loss, loss], rel=0.2)  # of two batches of it
+    assert "auto_map" not in json.loads((tmp_path / "saved/config.json").read_text())
+    before = model.state_dict()
     found = PerceiverAR.from_pretrained(tmp_path / "saved").state_dict()
     assert found.keys() == trained.keys() == before.keys()
     assert all(found[name].equal(trained[name]) for name in found)
@@ -318,6 +368,17 @@ def test_the_card_tells_task_licence_and_metrics(exported: Path) -> None:
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     assert results["nats"] > 0
     assert "bits_per_byte" in results
+    assert "tokens" not in results
+    assert f"gives logits for the last {N} of them" in (exported / "README.md").read_text()
+
+
+def test_the_card_tells_of_the_model_that_was_kept(run_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_folder, tmp_path / "it")
+    with (tmp_path / "it/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 99, "validation": {"nats": 99.0}}) + "\n")  # worse: not kept
+    export(tmp_path / "it", tmp_path / "out")
+    results = ModelCard.load(tmp_path / "out/README.md").data.eval_results
+    assert {r.metric_value for r in results if r.metric_type == "nats"}.isdisjoint({99.0})
 
 
 @pytest.mark.parametrize("kind", ["bytes", "unigram", "bpe", "words", "tokenizers"])
@@ -339,7 +400,8 @@ def test_tokenizers_give_the_tokens_of_a_store(kind: Any, tmp_path: Path) -> Non
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert isinstance(tokenizer, PerceiverARTokenizer)
     _, task, _ = load(tmp_path / "out", "cpu")
-    for text in ("the quick brown fox", " över\n\tLine 3:  jumps", "".join(PROSE[:3])):
+    assert tokenizer.model_max_length == M
+    for text in ("the quick brown fox", " över\n\tLine 3:  <|eos|>jumps", "".join(PROSE[:3])):
         ids = tokenizer(text)["input_ids"]
         assert ids == task.prompt(text).tolist()
         again = tokenizer.decode(ids, skip_special_tokens=True)
@@ -368,7 +430,7 @@ def test_mistakes_are_told(run_folder: Path, exported: Path, tmp_path: Path) -> 
         PerceiverARConfig(channels=30, heads=16)
 
 
-@pytest.mark.parametrize("damage", ["missing", "extra", "misshapen", "wrongly typed"])
+@pytest.mark.parametrize("damage", ["missing", "extra", "misshapen", "whole", "half", "complex"])
 def test_weights_that_do_not_fit_are_named(exported: Path, tmp_path: Path, damage: str) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -382,15 +444,15 @@ def test_weights_that_do_not_fit_are_named(exported: Path, tmp_path: Path, damag
             name = "model.more"
         case "misshapen":
             weights[name] = torch.zeros(7)
-        case "wrongly typed":
-            weights[name] = weights[name].long()
+        case _:
+            kinds = {"whole": torch.int64, "half": torch.float16, "complex": torch.complex64}
+            weights[name] = weights[name].to(kinds[damage])
     (tmp_path / "config.json").write_text((exported / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=name.removeprefix("model.")):
         PerceiverAR.from_pretrained(tmp_path)
-    if damage != "wrongly typed":  # which transformers converts
-        with pytest.raises(ValueError, match=name):
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=name):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_what_the_docs_show_runs(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ Letters: B batch, T inputs of a call, N latents, V vocabulary.
 """
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from perceiver_ar.caching import Cache, prefill, step
 from perceiver_ar.config import FORMAT_VERSION, ModelConfig
 from perceiver_ar.model import PerceiverAR
+from perceiver_ar.pretrained import WEIGHTS, check_types
 from perceiver_ar.tasks.base import BOS, EOS, PAD
 
 NAMES = tuple(f.name for f in fields(ModelConfig))
@@ -24,7 +26,7 @@ class PerceiverARConfig(PreTrainedConfig):
     """The settings of ModelConfig, beside those that every config of transformers has."""
 
     model_type = "perceiver_ar"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
         "hidden_size": "channels",
         "num_attention_heads": "heads",
@@ -38,6 +40,12 @@ class PerceiverARConfig(PreTrainedConfig):
         for name, value in known.to_dict().items():
             setattr(self, name, list(value) if isinstance(value, tuple) else value)
         self.format_version = settings.pop("format_version", FORMAT_VERSION)
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"format version {self.format_version} is not {FORMAT_VERSION}, which this code reads."
+            )
+        if __name__.startswith("perceiver_ar."):  # what is saved from here carries no code
+            settings.pop("auto_map", None)
         for name, value in (("pad", PAD), ("eos", EOS), ("bos", BOS)):
             settings.setdefault(f"{name}_token_id", value)
         settings.setdefault("use_cache", True)
@@ -85,6 +93,8 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_sdpa = True
+    accepts_loss_kwargs = False  # Trainer would divide by the number of all labels, not of the last N
     _is_stateful = True  # so it never proposes tokens, or checks another's, which would have to be taken back
 
     config: PerceiverARConfig
@@ -116,6 +126,8 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
             *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
         model, info = loaded
+        if args and Path(args[0], WEIGHTS).exists():
+            check_types(Path(args[0], WEIGHTS))
         misshapen = set() if ignore_mismatched_sizes else {name for name, *_ in info["mismatched_keys"]}
         for wrong, names in (
             ("have other sizes than its config:", misshapen),
@@ -133,7 +145,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: PerceiverARCache | None = None,
@@ -148,22 +160,27 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask (B, T) is 0 where a row is padded, which must be on the left. labels (B, T) are
         the inputs themselves, as in all of transformers: the loss is that of those after the last N.
         """
+        if input_ids is None:
+            raise ValueError("this model takes tokens, input_ids, and no inputs_embeds.")
         if past_key_values is None and use_cache and labels is None and not self.training:
             past_key_values = PerceiverARCache(self.config.context)
-        if past_key_values is not None:
-            logits = self._continue(input_ids, attention_mask, position_ids, past_key_values)
-            return CausalLMOutputWithPast(None, logits, past_key_values)  # ty: ignore[invalid-argument-type]
-        lengths = _lengths(attention_mask)
-        logits = self.model(input_ids, positions=position_ids, lengths=lengths)
         loss = None
+        if past_key_values is not None:
+            if not isinstance(past_key_values, PerceiverARCache):
+                raise ValueError(
+                    f"past_key_values must be a PerceiverARCache, not a {type(past_key_values).__name__}."
+                )
+            logits = self._continue(input_ids, attention_mask, position_ids, past_key_values)
+        else:
+            lengths = _lengths(attention_mask, input_ids)
+            logits = self.model(input_ids, positions=position_ids, lengths=lengths)
         if labels is not None:
             following = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
             targets = following[:, -logits.shape[1] :].contiguous()
-            loss = self.loss_function(
-                logits, labels, vocab_size=self.config.vocab_size, shift_labels=targets, **others
-            )
-        output = CausalLMOutputWithPast(loss=loss, logits=logits[:, -logits_to_keep:])
-        return output.to_tuple() if return_dict is False else output
+            loss = self.loss_function(logits, labels, self.config.vocab_size, shift_labels=targets)
+        output = CausalLMOutputWithPast(loss, logits[:, -logits_to_keep:], past_key_values)  # ty: ignore
+        wanted = self.config.return_dict if return_dict is None else return_dict
+        return output if wanted else output.to_tuple()
 
     def _continue(
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: PerceiverARCache
@@ -172,7 +189,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         model, config = self.model, self.model.config
         cache.seen += tokens.shape[1]
         if cache.held is None:
-            lengths = _lengths(mask)
+            lengths = _lengths(mask, tokens)
             positions = model.place(tokens, positions, lengths)
             room = min(config.context, cache.most_inputs), config.latents
             if tokens.shape[1] > room[0]:  # as generation does
@@ -181,6 +198,13 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
                 lengths = None if lengths is None else lengths.clamp(max=keep)
             logits, cache.held = prefill(model, tokens, positions, room, lengths)
             return logits[:, None]
+        if mask is not None and not mask[:, -tokens.shape[1] :].all():
+            raise ValueError(
+                "what follows a cache cannot be padded: give its rows one by one, or start anew."
+            )
+        if cache.held.inputs + tokens.shape[1] > cache.held.room[0] < config.context:  # it is used again
+            needed = cache.held.inputs + tokens.shape[1]
+            cache.held = cache.held.with_room(min(config.context, max(needed, 2 * cache.held.room[0])))
         if positions is None:
             positions = self._following(cache.held, tokens)
         positions = positions if positions.dim() == 3 else positions[..., None]
@@ -206,8 +230,22 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> Any:
         """Room for as much as generate will read at most."""
+        if generation_config.prefill_chunk_size is not None:
+            raise ValueError("prompts are read in stretches anyway: leave prefill_chunk_size out.")
+        if self.model.config.axes:
+            raise ValueError("transformers cannot give axial positions: draw by `perceiver-ar generate`.")
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = PerceiverARCache(max_cache_length + 1)
+
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Without a cache all is computed again at each step, from the last inputs that the model takes."""
+        prepare: Any = super().prepare_inputs_for_generation
+        inputs = prepare(input_ids, *args, **kwargs)
+        if inputs.get("past_key_values") is None and self.model.config.has_no_end:
+            for name in ("input_ids", "attention_mask", "position_ids"):
+                if inputs.get(name) is not None:
+                    inputs[name] = inputs[name][:, -self.config.context :]
+        return inputs
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         self.model.config = replace(self.model.config, checkpoint_activations=enable)
@@ -218,6 +256,10 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding.tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
+        self.model.embedding.tokens.weight = value.weight
 
     def get_output_embeddings(self) -> None:
         return None
@@ -239,17 +281,23 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
             old = getattr(module, name)
             if old is not None:
                 more = old.mean(0, keepdim=True).expand(max(0, size - len(old)), *old.shape[1:])
-                setattr(module, name, nn.Parameter(torch.cat((old[:size], more)).detach()))
+                new = torch.cat((old[:size], more)).detach()
+                setattr(module, name, nn.Parameter(new, requires_grad=old.requires_grad))
         tokens.num_embeddings = size
         model.config = replace(model.config, vocab_size=size)
         self.config.vocab_size = size
         return tokens
 
 
-def _lengths(mask: Tensor | None) -> Tensor | None:
+def _lengths(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     """Of rows that are padded on the left; None where none is."""
-    if mask is None or bool(mask.all()):
+    if mask is None:
         return None
-    if mask.dim() != 2 or bool((mask.diff(dim=1) < 0).any()):
+    if mask.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask must have the shape {tuple(tokens.shape)}, not {tuple(mask.shape)}."
+        )
+    mask = mask.long()
+    if bool((mask.diff(dim=1) < 0).any()):
         raise ValueError("inputs must be padded on the left: set tokenizer.padding_side to 'left'.")
-    return mask.sum(1)
+    return None if bool(mask.all()) else mask.sum(1)

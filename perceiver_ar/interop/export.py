@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import perceiver_ar
+from perceiver_ar.architectures import parameter_count
 from perceiver_ar.checkpoint import write_folder
 from perceiver_ar.extras import need
 from perceiver_ar.model import PerceiverAR
@@ -45,20 +46,20 @@ def export(run: Path, out: Path, license: str = "unknown") -> None:
         for name, content in task.files().items():
             (beside / name).write_bytes(content)
         if isinstance(task, TextTask):
-            _write_tokenizer(task, beside)
+            _write_tokenizer(task, model.config.context, beside)
         for name, source in code([CAUSAL_LM, TOKENIZER]).items():
             (beside / name).write_text(source)
-        (beside / "README.md").write_text(card(run, task, license))
+        (beside / "README.md").write_text(card(run, model, task, license))
 
     write_folder(out, write)
 
 
-def _write_tokenizer(task: TextTask, folder: Path) -> None:
+def _write_tokenizer(task: TextTask, context: int, folder: Path) -> None:
     from perceiver_ar.interop.tokenizer import PerceiverARTokenizer
 
     files = {name: folder / file for name, file in PerceiverARTokenizer.vocab_files_names.items()}
     given = {name: str(path) for name, path in files.items() if path.exists()}
-    tokenizer = PerceiverARTokenizer(task.tokenizer, **given)
+    tokenizer = PerceiverARTokenizer(task.tokenizer, **given, model_max_length=context)
     tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": [f"{_flat(TOKENIZER)}.PerceiverARTokenizer", None]}
     tokenizer.save_pretrained(folder)
 
@@ -105,7 +106,7 @@ def _beside(source: str) -> str:
     )
 
 
-def card(run: Path, task: Task, license: str) -> str:
+def card(run: Path, model: PerceiverAR, task: Task, license: str) -> str:
     """README.md: what the hub shows, and how to use the model."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -118,7 +119,7 @@ def card(run: Path, task: Task, license: str) -> str:
             metric_type=metric,
             metric_value=value,
         )
-        for metric, value in _last_evaluation(run).items()
+        for metric, value in _best_evaluation(run).items()
     ]
     data = ModelCardData(
         license=license,
@@ -129,19 +130,30 @@ def card(run: Path, task: Task, license: str) -> str:
         eval_results=results or None,
     )
     use = _TEXT_USE if isinstance(task, TextTask) else _TOKENS_USE
-    return f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{_ABOUT}\n{use}"
+    config = model.config
+    about = _ABOUT.format(
+        task=task.name,
+        parameters=parameter_count(config),
+        context=config.context,
+        latents=config.latents,
+        license=license,
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n# {name}\n\n{about}\n{use}"
 
 
-def _last_evaluation(run: Path) -> dict[str, Any]:
-    """Figures of the last evaluation that a run kept."""
+def _best_evaluation(run: Path) -> dict[str, Any]:
+    """Figures of the evaluation whose model a run kept."""
     path = run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     evaluations = [line["validation"] for line in lines if "validation" in line]
-    return {k: v for k, v in evaluations[-1].items() if isinstance(v, int | float)} if evaluations else {}
+    best = min(evaluations, key=lambda means: means["nats"], default={})
+    return {name: value for name, value in best.items() if isinstance(value, float)}
 
 
-_ABOUT = """A [Perceiver AR](https://arxiv.org/abs/2202.07765) trained with `perceiver-ar`.
-It gives logits for the last N inputs, where N is the number of latents in its config.
+_ABOUT = """A [Perceiver AR](https://arxiv.org/abs/2202.07765) of {parameters:,} parameters for the
+task {task}, trained with `perceiver-ar`; experiment.json has its settings. It takes up to {context:,}
+inputs and gives logits for the last {latents:,} of them. The weights' licence: {license}. The code beside
+them is perceiver-ar's, Apache-2.0.
 """
 _LOAD = """
 ```python

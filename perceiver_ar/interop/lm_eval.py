@@ -33,12 +33,17 @@ class PerceiverARLM(TemplateLM):
 
     def __init__(
         self,
-        path: str,
+        path: str = "",
         device: str = "auto",
         batch_size: int | str = 1,
         latents: int | None = None,
         stride: int | None = None,
+        **others: Any,
     ) -> None:
+        if others or not path:
+            raise ValueError(
+                f"--model_args must be path=RUN, latents or stride, not {', '.join(others) or 'nothing'}."
+            )
         self.tools = need("lm_eval.models.utils", "lm-eval")
         super().__init__()
         if not str(batch_size).isdecimal():
@@ -126,6 +131,8 @@ class PerceiverARLM(TemplateLM):
         until, most = [text for text in settings.pop("until") if text], settings.pop("max_gen_toks")
         if not settings.pop("do_sample"):
             settings["temperature"] = 0.0
+        if unknown := settings.keys() - {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}:
+            raise ValueError(f"generation_kwargs that cannot be used here: {', '.join(sorted(unknown))}.")
         config = self.model.config
         room = None if config.has_no_end else -max(1, config.context - most + 1)
         prompts = [self.tok_encode(context)[room:] for context in contexts]

@@ -132,7 +132,7 @@ def read_arguments(name: str) -> dict[str, Any]:
         raise ValueError(unknown("JSON file or experiment of the authors", name, SWEEPS))
     try:
         arguments = json.loads(Path(name).read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise ValueError(f"{name} must hold one JSON object, of the arguments of the authors' constructor.")

@@ -26,13 +26,15 @@ class PerceiverARTokenizer(PreTrainedTokenizer):
 
     def __init__(
         self,
-        kind: Kind = "bytes",
+        kind: Kind | None = None,
         pieces_file: str | None = None,
         words_file: str | None = None,
         json_file: str | None = None,
         **settings: Any,
     ) -> None:
         """kind: which of the files it has, if any."""
+        if kind is None:
+            raise ValueError("this model has no tokenizer: its tokens are not text.")
         file = {"words": words_file, "tokenizers": json_file}.get(kind, pieces_file)
         if kind != "bytes" and file is None:
             raise ValueError(f"a tokenizer of kind '{kind}' needs its file, {FILES[kind]}.")
@@ -45,6 +47,7 @@ class PerceiverARTokenizer(PreTrainedTokenizer):
             number: AddedToken(name, special=True, normalized=False) for number, name in SPECIAL.items()
         }
         named = dict(zip(("pad_token", "eos_token", "bos_token"), SPECIAL.values(), strict=True))
+        settings = {"split_special_tokens": True} | settings  # their names in a text are but text
         super().__init__(**named | settings, kind=kind, special_tokens_pattern="bos")
 
     @property
@@ -62,7 +65,7 @@ class PerceiverARTokenizer(PreTrainedTokenizer):
         return self.ids.get(token)
 
     def _convert_id_to_token(self, index: int) -> str:
-        return self.names[index]
+        return self.names[index] if index < len(self.names) else f"<|{index}|>"  # of a resized model
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """The text of tokens; special ones, and such as were added, as they are called."""
