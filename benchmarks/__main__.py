@@ -47,7 +47,7 @@ def main(
         profile: train: also show where the time goes.
         batch: generate: rows drawn at once; several are timed one after the other.
         prompt: generate: tokens of the prompt, the same. Default: half the context.
-        tokens: generate: how many to draw. Default: through three refreshes, or 24 without a cache.
+        tokens: generate: how many to draw. Default: through four refreshes, or 24 without a cache.
         mode: generate: with a cache, or all latents of every step computed anew (the paper's "no caching").
     """
     kinds, sizes = choose(names)

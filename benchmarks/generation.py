@@ -29,7 +29,7 @@ def time_generation(
 ) -> Iterator[Figure]:
     """Milliseconds and tokens a second, over stretches with one refresh each if there are tokens enough."""
     cached, period = mode == "cached", model.config.latents // 2 + 1
-    tokens = (4 + 3 * period if cached else 24) if tokens is None else tokens
+    tokens = (4 + 4 * period if cached else 24) if tokens is None else tokens
     each = period if cached and tokens >= 4 + period else tokens - 4
     device = model.norm.weight.device
     given = torch.randint(model.config.vocab_size, (rows, prompt), device=device)
