@@ -426,6 +426,37 @@ def generate(
         print(json.dumps(report))
 
 
+@app.command(name="playground")
+def playground(
+    runs: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Folders of runs.")
+    ],
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    share: bool = False,
+    password: str | None = None,
+    browser: bool = True,
+    device: Device = "auto",
+) -> None:
+    """Open a web page to see and hear what models draw, and how runs in progress go.
+
+    Args:
+        host: Address to listen on. Others than this machine's own get a password.
+        port: Default: the first free one from 7860.
+        share: Also give it a public address, through Gradio's servers, behind a password.
+        password: Ask visitors for it. Default: none on this machine alone, else a new one, which is shown.
+        browser: Open the page.
+    """
+    from perceiver_ar.extras import need
+
+    need("gradio", "playground")
+    from perceiver_ar.playground import serve
+
+    if not runs:
+        raise ValueError("give the folder of a run, or several.")
+    serve(list(runs), host, port, share, password, browser, device)
+
+
 @app.command(name="reproduce")
 def reproduce(
     name: Annotated[str | None, tyro.conf.Positional] = None,

@@ -43,10 +43,10 @@ def draw(
         task.check_file(out)
     elif task.speller() is None:
         raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
-    count = _count(model, task, prompt) if count is None else count
+    count = usual_count(model, task, prompt) if count is None else count
     began = time.perf_counter()
     here, quiet = ranks.rows(samples), quiet or not ranks.leads
-    drawing = _tokens(model, task, prompt, count, here, beat, settings)
+    drawing = map(_heard(beat), follow(model, task, prompt, count, here, **settings))
     if samples == 1 and out is None and not quiet:
         rows = [_typed(drawing, task, prompt)]
     else:
@@ -73,7 +73,7 @@ def draw(
     }
 
 
-def _count(model: Decoder, task: Task, prompt: Tokens) -> int:
+def usual_count(model: Decoder, task: Task, prompt: Tokens) -> int:
     """As many as the task likes, and the model can."""
     count, config = task.count(prompt), model.config
     if config.has_no_end:
@@ -91,38 +91,31 @@ def _text(task: Task, prompt: Tokens, row: Tokens) -> str | None:
     return "".join(map(spell, row.tolist()))
 
 
-def _tokens(
-    model: Decoder,
-    task: Task,
-    prompt: Tokens,
-    count: int,
-    here: slice,
-    beat: Callable[[], None],
-    settings: dict[str, Any],
-) -> Iterator[Tokens]:
-    """One token of each sample after the other, (samples,); PAD where a sample has ended.
-
-    here: which of all samples.
-    """
-    if here.start == here.stop:
+def follow(
+    model: Decoder, task: Task, prompt: Tokens, count: int, rows: slice, **settings: Any
+) -> Iterator[Any]:
+    """What `stream` gives for samples of a task, each after the same prompt; rows: which of all samples."""
+    if rows.start == rows.stop:
         return iter(())
     positions = task.positions(np.arange(len(prompt) + count)[None])
-    drawing = stream(
+    return stream(
         model,
-        torch.from_numpy(prompt).long().expand(here.stop - here.start, -1),
+        torch.from_numpy(prompt).long().expand(rows.stop - rows.start, -1),
         count,
         positions=None if positions is None else torch.from_numpy(positions),
         allowed=lambda t: task.allowed(len(prompt) + t, model.config.vocab_size),
         stop=EOS if task.ends else None,
-        above=here.start,
+        above=rows.start,
         **settings,
     )
 
+
+def _heard(beat: Callable[[], None]) -> Callable[[Tensor], Tokens]:
     def heard(token: Tensor) -> Tokens:
         beat()
         return token.cpu().numpy()
 
-    return map(heard, drawing)
+    return heard
 
 
 def _typed(drawing: Iterator[Tokens], task: Task, prompt: Tokens) -> Tokens:

@@ -226,12 +226,15 @@ def write_wav(notes: Notes, path: Path, rate: int = 44_100) -> None:
 
 
 def write_roll(notes: Notes, path: Path) -> None:
+    need("PIL.Image", "image").fromarray(roll(notes)).save(path)
+
+
+def roll(notes: Notes) -> NDArray[np.uint8]:
     """A picture: time to the right, pitch upwards, darker is louder."""
-    image = need("PIL.Image", "image")
     width = max(1, int(notes.end.max()) // 2 + 1) if len(notes) else 1
-    roll = np.full((88, width), 255, dtype=np.uint8)
+    keys = np.full((88, width), 255, dtype=np.uint8)
     for start, end, pitch, velocity in zip(notes.start, notes.end, notes.pitch, notes.velocity, strict=True):
         row = 108 - int(np.clip(pitch, 21, 108))
-        part = roll[row, start // 2 : max(end // 2, start // 2 + 1)]
+        part = keys[row, start // 2 : max(end // 2, start // 2 + 1)]
         np.minimum(part, 200 - int(velocity) * 200 // 127, out=part)
-    image.fromarray(np.repeat(roll, 6, axis=0)).save(path)
+    return np.repeat(keys, 6, axis=0)

@@ -45,7 +45,7 @@ def draw_positions(report: dict[str, Any], path: Path) -> None:
 
 def draw_curves(runs: Sequence[Path], path: Path) -> None:
     """The losses of runs, step by step, smoothed, with those of their evaluations."""
-    curves = {run: _read(run) for run in runs}  # all are read before anything is drawn
+    curves = {run: read_metrics(run) for run in runs}  # all are read before anything is drawn
     figure, axes = new_figure(xlabel="step", ylabel="nats per token")
     for index, (run, lines) in enumerate(curves.items()):
         trained = np.array([(line["step"], line["loss"]) for line in lines if "loss" in line])
@@ -61,7 +61,7 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _read(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics."""
     path = run / "metrics.jsonl"
     if not path.is_file():

@@ -101,6 +101,10 @@ class CopyTask(Task):
     def count(self, prompt: Tokens) -> int:
         return self.length - len(prompt)
 
+    def answer(self, prompt: Tokens) -> Tokens:
+        """What is right after the first half of a sequence."""
+        return np.append(prompt[:0:-1], EOS)
+
     def speller(self) -> Callable[[int], str]:
         return lambda token: _word(token) + " "
 

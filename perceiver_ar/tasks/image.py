@@ -27,6 +27,8 @@ SPARE = 2
 """Rows of each position table before the first pixel's; BOS has the second of them."""
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 ARRAYS = (".npy", ".npz")
+LARGEST = 100_000_000
+"""Pixels of a picture: a small file can hold more than memory does."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ def read_picture(size: int, path: Path) -> Pixels:
     image, operations = need("PIL.Image", "image"), need("PIL.ImageOps", "image")
     try:
         with image.open(path) as opened:
+            if opened.width * opened.height > LARGEST:
+                raise ValueError(f"it has more than {LARGEST:,} pixels")
             picture = operations.exif_transpose(opened)
             if picture.mode == "F":
                 raise ValueError("its pixels are no whole numbers")

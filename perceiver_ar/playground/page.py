@@ -1,0 +1,135 @@
+"""The page: a tab a run, with what can be asked of its model and how its training goes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+
+from perceiver_ar.playground.acts import LONGEST, Acts, Wish, latents_to_try
+from perceiver_ar.playground.shown import Shown
+from perceiver_ar.playground.training import training_tab
+from perceiver_ar.playground.views import View, view_of
+
+LENGTHS = {"text": 300, "tokens": 300, "music": 600, "audio": 1600}
+"""What is drawn by default, where the task does not say how long its documents are."""
+
+
+def build(runs: list[Shown]) -> gr.Blocks:
+    """Files of visitors are kept for an hour."""
+    with gr.Blocks(title="Perceiver AR", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+        gr.Markdown("# Perceiver AR")
+        if len(runs) == 1:
+            _run(runs[0])
+        else:
+            with gr.Tabs():
+                for number, shown in enumerate(runs):
+                    with gr.Tab(shown.name, id=number):
+                        _run(shown)
+    return page
+
+
+def _run(shown: Shown) -> None:
+    model = shown.experiment.model
+    gr.Markdown(
+        f"**{shown.name}**: {shown.experiment.task}, a context of {model.context:,} tokens, "
+        f"{model.latents:,} latents, {model.layers} layers."
+    )
+    view = view_of(shown.task)
+    acts = Acts(shown, view)
+    with gr.Tabs():
+        with gr.Tab("Draw"):
+            _draw(shown, view, acts)
+        if (shown.run / "metrics.jsonl").exists():
+            with gr.Tab("Training"):
+                training_tab(shown, acts)
+
+
+def _draw(shown: Shown, view: View, acts: Acts) -> None:
+    with gr.Row():
+        with gr.Column(scale=1, min_width=280):
+            given, latents = view.inputs(shown.task), _latents(shown)
+            with gr.Row():
+                go = gr.Button("Draw", variant="primary", min_width=100, elem_classes="go")
+                halt = gr.Button("Stop", variant="stop", min_width=100, elem_classes="halt")
+            controls = _controls(shown, view)
+        with gr.Column(scale=2, min_width=320):
+            canvas = gr.HTML(label="Drawn", elem_classes="canvas-box", min_height=160)
+            status = gr.Markdown(elem_classes="status")
+            sound = gr.Audio(label="Listen", type="filepath", interactive=False, visible=False)
+            files = gr.File(label="Download", interactive=False, visible=False, elem_classes="files")
+            tokens = gr.State()
+            with gr.Accordion("Where the cross-attend looks", open=True):
+                attention = gr.HTML(elem_classes="attention")
+                back = gr.Slider(0, 512, 0, step=1, label="For the token that stands so far back")
+            with gr.Accordion("The same model with fewer and more latents", open=True):
+                table = gr.HTML(elem_classes="latents-table")
+                compare = gr.Button("Compare", elem_classes="compare")
+
+    def draw(
+        request: gr.Request,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+        count: int,
+        samples: int,
+        latents: int,
+        *typed: Any,
+    ) -> Iterator[tuple[Any, ...]]:
+        wish = Wish(temperature, int(top_k), top_p, int(seed), int(count), int(samples), int(latents))
+        yield from acts.draw(wish, typed, str(request.session_hash))
+
+    def try_latents(drawn: list[int] | None, latents: int, request: gr.Request) -> Iterator[str]:
+        yield from acts.compare(drawn, int(latents), str(request.session_hash))
+
+    # One at a time for each model: others wait in the queue.
+    alone: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": shown.name, "show_progress": "minimal"}
+    named = f"draw_{shown.name}", f"compare_{shown.name}"
+    outputs = [canvas, status, attention, sound, files, tokens]
+    go.click(acts.begin, queue=False, api_visibility="private").then(
+        draw, [*controls, latents, *given], outputs, api_name=named[0], **alone
+    )
+    halt.click(acts.stop, queue=False, api_visibility="private")
+    compare.click(acts.begin, queue=False, api_visibility="private").then(
+        try_latents, [tokens, latents], table, api_name=named[1], **alone
+    )
+    back.release(acts.look, [tokens, back], attention, api_visibility="private", **alone)
+
+
+def _latents(shown: Shown) -> Any:
+    tried, usual = latents_to_try(shown), shown.experiment.model.latents
+    return gr.Slider(
+        min(tried),
+        max(tried),
+        usual,
+        step=1,
+        label="Latents",
+        info=f"trained with {usual:,}; fewer are faster",
+        elem_classes="latents",
+        interactive=len(tried) > 1,
+    )
+
+
+def _controls(shown: Shown, view: View) -> list[Any]:
+    """Temperature, top-k, top-p, seed, count and samples."""
+    count = LENGTHS.get(shown.experiment.task)
+    with gr.Row():
+        temperature = gr.Slider(0, 2, 1, step=0.05, label="Temperature", info="0: the likeliest")
+        seed = gr.Number(0, precision=0, minimum=0, label="Seed", info="another, another sample")
+    length = gr.Slider(
+        1,
+        LONGEST if count is None else 4096,
+        LONGEST if count is None else count,
+        step=1,
+        label=f"Length, {view.unit}",
+        visible=count is not None,
+        elem_classes="length",
+    )
+    with gr.Row():
+        top_k = gr.Slider(0, 256, 0, step=1, label="Top-k", info="0: off")
+        top_p = gr.Slider(0.05, 1, 1, step=0.01, label="Top-p", info="1: off")
+    several = view.most_samples > 1
+    samples = gr.Slider(
+        1, max(2, view.most_samples), 1, step=1, label="Samples", visible=several, elem_classes="several"
+    )
+    return [temperature, top_k, top_p, seed, length, samples]

@@ -1,0 +1,73 @@
+"""A run that is shown: its model, read anew whenever training has written it."""
+
+from pathlib import Path
+
+import numpy as np
+
+from perceiver_ar import tasks
+from perceiver_ar.config import Experiment
+from perceiver_ar.decoder import Decoder
+from perceiver_ar.device import best_dtype, pick_device
+from perceiver_ar.run import load, model_folder, open_source
+from perceiver_ar.sealed import read_sealed
+from perceiver_ar.tasks.base import Document, Task
+
+
+class Shown:
+    """A run, finished or not."""
+
+    def __init__(self, run: Path, device: str) -> None:
+        self.run, self.device = run, pick_device(device)
+        self.name = run.resolve().name
+        begun = run / "config.json"
+        about = begun if (run / "metrics.jsonl").exists() else model_folder(run) / "experiment.json"
+        self.experiment = Experiment.from_dict(read_sealed(about)["experiment"])
+        self._held: tuple[int, Decoder, Task, Document | None] | None = None
+
+    @property
+    def written(self) -> int | None:
+        """When its model was; None if there is none yet."""
+        try:
+            return (model_folder(self.run) / "experiment.json").stat().st_mtime_ns
+        except (ValueError, FileNotFoundError):
+            return None
+
+    @property
+    def task(self) -> Task:
+        """As the run has it; what it needs lies beside the model, once there is one."""
+        return self._held[2] if self._held else tasks.get(self.experiment.task, self.experiment.options)
+
+    @property
+    def most_latents(self) -> int:
+        """Twice as many as in training, if the model can."""
+        config = self.experiment.model
+        return min(2 * config.latents, config.most_latents, config.context)
+
+    def get(self) -> tuple[Decoder, Task]:
+        """The newest model and its task."""
+        written = self.written
+        if written is None:
+            raise ValueError(f"{self.name} has no model yet: it is written with the first checkpoint.")
+        if self._held is None or self._held[0] != written:
+            model, task, data = load(self.run, str(self.device))
+            self._held = written, model.to(best_dtype(self.device)).eval(), task, _reference(task, data)
+        return self._held[1], self._held[2]
+
+    def reference(self) -> Document | None:
+        """What was written by others, at most as much as the model can read; None if it is not at hand."""
+        self.get()
+        assert self._held is not None
+        document, context = self._held[3], self.experiment.model.context
+        if document is None:
+            return None
+        stop = min(document.stop, document.first + context)
+        scored = min(256, stop - document.first)
+        return Document(np.asarray(document.tokens[:stop]), stop - scored, stop)
+
+
+def _reference(task: Task, data: object) -> Document | None:
+    """The first validation document."""
+    try:
+        return open_source(task.name, task.to_dict(), data).documents("validation")[0]  # ty: ignore
+    except (ValueError, OSError, IndexError):  # the data lie elsewhere
+        return None

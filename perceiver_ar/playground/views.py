@@ -1,0 +1,176 @@
+"""How samples of a task are asked for and shown: as words, pictures or sound."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gradio as gr
+import numpy as np
+
+from perceiver_ar import midi
+from perceiver_ar.playground import html
+from perceiver_ar.tasks.audio import AudioTask
+from perceiver_ar.tasks.base import FIRST, Task
+from perceiver_ar.tasks.copy import CopyTask
+from perceiver_ar.tasks.image import PICTURES, ImageTask
+from perceiver_ar.windows import Tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, and what was drawn after it so far."""
+
+    task: Task
+    prompt: Tokens
+    rows: list[Tokens]
+    """(T,) each"""
+    probabilities: list[float]
+    """Of the first row's tokens."""
+
+    def whole(self, row: int = 0) -> Tokens:
+        return np.concatenate((self.prompt, self.rows[row]))
+
+
+class View:
+    """Of one task."""
+
+    unit: ClassVar[str] = "tokens"
+    most_samples: ClassVar[int] = 1
+    files: ClassVar[tuple[str, ...]] = ()
+    """What the first sample is written to in the end; sound comes first."""
+
+    def inputs(self, task: Task) -> list[Any]:
+        """Parts of the page that ask for a prompt."""
+        raise NotImplementedError
+
+    def prompt(self, task: Task, seed: int, *given: Any) -> Tokens:
+        """What they hold: a file and how much of it to keep, if there is one."""
+        path, keep = given
+        return task.start(seed) if path is None else task.prompt_file(Path(path), int(keep))
+
+    def show(self, sample: Sample) -> str:
+        raise NotImplementedError
+
+    def write(self, sample: Sample, folder: Path) -> list[Path]:
+        paths = [folder / name for name in self.files]
+        for path in paths:
+            sample.task.save(sample.whole(), path)
+        return paths
+
+    @property
+    def sounds(self) -> bool:
+        return self.files[0].endswith(".wav")
+
+
+class Words(View):
+    """Text, or anything else that is spelled token by token."""
+
+    files = ("sample.txt",)
+
+    def inputs(self, task: Task) -> list[Any]:
+        hint = "Go on from ..."
+        if isinstance(task, CopyTask):
+            hint = f"{task.length // 2 - 1} hexadecimal bytes, such as 0a ff 31; empty: random ones"
+        return [gr.Textbox(label="Prompt", placeholder=hint, lines=4, max_lines=12, elem_classes="prompt")]
+
+    def prompt(self, task: Task, seed: int, *given: Any) -> Tokens:
+        (text,) = given
+        return task.prompt(text) if text.strip() else task.start(seed)
+
+    def show(self, sample: Sample) -> str:
+        spell = sample.task.speller()
+        assert spell is not None
+        given = html.span("".join(map(spell, sample.prompt.tolist())), "given")
+        words = [spell(token) for token in sample.rows[0].tolist()]
+        if isinstance(sample.task, CopyTask):
+            right = sample.rows[0] == sample.task.answer(sample.prompt)[: len(words)]
+            parts = [
+                html.span(word, "right" if ok else "wrong") for word, ok in zip(words, right, strict=True)
+            ]
+        else:
+            chances = zip(words, sample.probabilities, strict=True)
+            parts = [html.shade(word, chance) for word, chance in chances if word]
+        return html.drawn([given, *parts])
+
+    def write(self, sample: Sample, folder: Path) -> list[Path]:
+        spell = sample.task.speller()
+        assert spell is not None
+        path = folder / self.files[0]
+        path.write_text("".join(map(spell, sample.whole().tolist())))
+        return [path]
+
+
+class Pictures(View):
+    """Images, drawn row by row."""
+
+    unit = "bytes"
+    most_samples = 9
+    files = ("image.png",)
+
+    def inputs(self, task: Task) -> list[Any]:
+        assert isinstance(task, ImageTask)
+        return [
+            gr.File(label="Complete this picture", file_types=list(PICTURES), elem_classes="upload"),
+            gr.Slider(0, task.size - 1, task.size // 2, step=1, label="Rows of it to keep"),
+        ]
+
+    def show(self, sample: Sample) -> str:
+        assert isinstance(sample.task, ImageTask)
+        images = [sample.task.decode(sample.whole(row)) for row in range(len(sample.rows))]
+        columns = math.ceil(math.sqrt(len(images)))
+        images += [np.full_like(images[0], 255)] * (-len(images) % columns)
+        grid = [np.concatenate(images[i : i + columns], axis=1) for i in range(0, len(images), columns)]
+        return html.picture(np.concatenate(grid), "images drawn so far")
+
+    def write(self, sample: Sample, folder: Path) -> list[Path]:
+        paths = [folder / f"image-{row + 1}.png" for row in range(len(sample.rows))]
+        for row, path in enumerate(paths):
+            sample.task.save(sample.whole(row), path)
+        return paths
+
+
+class Music(View):
+    """Piano rolls that grow, then sound."""
+
+    unit = "events"
+    files = ("piece.wav", "piece.mid", "piece.png")
+
+    def inputs(self, task: Task) -> list[Any]:
+        return [
+            gr.File(label="Go on from this MIDI file", file_types=[".mid", ".midi"], elem_classes="upload"),
+            gr.Slider(1, 120, 10, step=1, label="Seconds of it to keep"),
+        ]
+
+    def show(self, sample: Sample) -> str:
+        tokens = sample.whole()
+        notes = midi.decode(tokens[tokens >= FIRST] - FIRST)
+        return html.picture(midi.roll(notes), "piano roll of what is drawn so far", "roll")
+
+
+class Sound(View):
+    """Codes that become sound once they are there."""
+
+    unit = "codes"
+    files = ("sound.wav", "sound.png")
+
+    def inputs(self, task: Task) -> list[Any]:
+        return [
+            gr.Audio(label="Go on from this recording", type="filepath", elem_classes="upload"),
+            gr.Slider(1, 60, 5, step=1, label="Seconds of it to keep"),
+        ]
+
+    def show(self, sample: Sample) -> str:
+        assert isinstance(sample.task, AudioTask)
+        codes = sample.task.decode(sample.whole())
+        if not len(codes):
+            return ""
+        pixels = (255 * (1 - codes.T / max(1, sample.task.codes - 1))).astype(np.uint8)
+        return html.picture(pixels, "codes drawn so far, a column a frame", "roll")
+
+
+VIEWS: dict[str, type[View]] = {"image": Pictures, "music": Music, "audio": Sound}
+
+
+def view_of(task: Task) -> View:
+    return VIEWS.get(task.name, Words)()

@@ -1,0 +1,130 @@
+"""A playground as visitors find it: small models of every task, a server of its own, a browser."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from perceiver_ar import ModelConfig, PerceiverAR, presets, tasks
+from perceiver_ar.run import export
+from perceiver_ar.sealed import write_sealed
+from perceiver_ar.store import write_store
+from perceiver_ar.tasks.base import BOS
+from tests.test_audio import save_codec
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SIZES: dict[str, Any] = {"channels": 16, "heads": 2, "layers": 2}
+WATCHED = """
+import os, sys
+LOCAL = ("127.0.0.1", "::1", "localhost", "0.0.0.0", None, "")
+def watch(event, args):
+    host = args[0] if event == "socket.getaddrinfo" else None
+    if event == "socket.connect" and isinstance(args[1], tuple):
+        host = args[1][0]
+    if host not in LOCAL:
+        with open(os.environ["CONNECTIONS"], "a") as file:
+            print(event, host, file=file)
+sys.addaudithook(watch)
+from perceiver_ar.cli import main
+main()
+"""
+
+
+def make_runs(folder: Path) -> dict[str, Path]:
+    """Untrained models; that of text is a run in progress."""
+    save_codec("dac", folder / "codec")
+    kinds: dict[str, tuple[dict[str, Any], ModelConfig]] = {
+        "text": ({}, ModelConfig(259, 512, 64, **SIZES)),
+        "copy": ({"length": 32}, ModelConfig(259, 32, 16, **SIZES)),
+        "image": (
+            {"size": 8},
+            ModelConfig(259, 193, 32, positions="axial", axes=(10, 10, 5), **SIZES),
+        ),
+        "music": ({}, ModelConfig(391, 512, 64, **SIZES)),
+        "audio": (
+            {"levels": 3, "codes": 32, "frame_rate": 100.0, "codec": "dac", "weights": str(folder / "codec")},
+            ModelConfig(99, 512, 64, **SIZES),
+        ),
+    }
+    return {name: make_run(folder / name, name, options, model) for name, (options, model) in kinds.items()}
+
+
+def make_run(run: Path, name: str, options: dict[str, Any], config: ModelConfig) -> Path:
+    torch.manual_seed(0)
+    task = tasks.get(name, options)
+    data: Any = {}
+    if name == "text":
+        tokens = np.concatenate(([BOS], np.frombuffer(b"A reference that was written. " * 30, np.uint8) + 3))
+        write_store(run.with_name("store"), {"train": [tokens], "validation": [tokens]}, 259, "text")
+        task, data = task.at(run), {str(run.with_name("store")): 1.0}
+    experiment = replace(presets.get("tiny"), name=name, task=name, model=config, options=options)
+    run.mkdir()
+    export(run, PerceiverAR(config), experiment, task, data)
+    if name == "text":
+        write_sealed(run / "config.json", {"experiment": experiment.to_dict(), "data": data})
+        log(run, 10)
+    return run
+
+
+def log(run: Path, step: int) -> None:
+    """As training does."""
+    line = {"step": step, "loss": 5 - step / 100, "lr": 1e-3, "targets_per_second": 1000.0}
+    with (run / "metrics.jsonl").open("a") as file:
+        print(json.dumps(line), file=file)
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    process: subprocess.Popen[str]
+    connections: Path
+    seconds: float
+    """Until it was ready."""
+
+    def memory(self) -> int:
+        """Bytes."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
+
+    def worked(self) -> float:
+        """Seconds of a processor so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def served(folder: Path, *args: str) -> Iterator[Server]:
+    connections = folder / "connections"
+    environment = {**os.environ, "CONNECTIONS": str(connections), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WATCHED, "playground", *args, "--no-browser", "--device", "cpu"]
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder
+    )
+    assert process.stdout is not None
+    try:
+        said = [""]
+        for line in process.stdout:
+            said.append(line)
+            if "is ready" in line:
+                break
+        assert "is ready" in said[-1], "".join(said)
+        yield Server(said[-1].split()[0], process, connections, time.perf_counter() - began)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(10)
+        finally:
+            process.kill()
