@@ -1,8 +1,11 @@
 """The playground, in a real browser and under a crowd."""
 
 import io
+import os
 import re
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -24,7 +27,7 @@ from perceiver_ar.playground.gaze import explained, gaze
 from perceiver_ar.tasks.copy import CopyTask
 from tests.forked import run
 from tests.test_music import piece
-from tests.visited import CHROMIUM, Server, log, make_runs, served
+from tests.visited import CHROMIUM, WATCHED, Server, log, make_runs, served
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
 DOCS = Path(__file__).parents[1] / "docs"
@@ -64,7 +67,7 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
     opened.close()
     assert asked
     assert [url for url in asked if not url.startswith((server.url, "data:", "blob:"))] == []
-    assert not server.connections.exists(), server.connections.read_text()
+    assert not server.outside.exists(), server.outside.read_text()
 
 
 def choose(page: Any, tab: str) -> None:
@@ -278,6 +281,21 @@ def bomb(side: int) -> bytes:
     head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     data = b"".join(rows) + packer.flush()
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def test_what_goes_outside_is_noticed(tmp_path: Path) -> None:
+    watch, _ = WATCHED.split("from perceiver_ar")
+    connect = (
+        "import socket\ntry: socket.create_connection(('192.0.2.1', 9), timeout=0.1)\nexcept OSError: pass\n"
+    )
+    write = "try: open('/nowhere/x', 'w')\nexcept OSError: pass\n"
+    settings = os.environ | {"OUTSIDE": str(tmp_path / "outside")}
+    subprocess.run([sys.executable, "-c", watch + connect + write], env=settings, check=True)
+    assert {line.split()[0] for line in (tmp_path / "outside").read_text().splitlines()} == {
+        "socket.getaddrinfo",
+        "socket.connect",
+        "open",
+    }
 
 
 def test_large_files_and_other_folders_are_refused(server: Server, tmp_path: Path) -> None:

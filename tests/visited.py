@@ -26,15 +26,21 @@ from tests.test_audio import save_codec
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SIZES: dict[str, Any] = {"channels": 16, "heads": 2, "layers": 2}
 WATCHED = """
-import os, sys
+import os, sys, tempfile
 LOCAL = ("127.0.0.1", "::1", "localhost", "0.0.0.0", None, "")
+OURS = (tempfile.gettempdir(), "/dev/")
+def outside(event, args):
+    if event == "socket.getaddrinfo":
+        return args[0] not in LOCAL
+    if event == "socket.connect":
+        return isinstance(args[1], tuple) and args[1][0] not in LOCAL
+    if event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
+        return not os.path.abspath(args[0]).startswith(OURS)
+    return False
 def watch(event, args):
-    host = args[0] if event == "socket.getaddrinfo" else None
-    if event == "socket.connect" and isinstance(args[1], tuple):
-        host = args[1][0]
-    if host not in LOCAL:
-        with open(os.environ["CONNECTIONS"], "a") as file:
-            print(event, host, file=file)
+    if outside(event, args):
+        with open(os.environ["OUTSIDE"], "a") as file:
+            print(event, args, file=file)
 sys.addaudithook(watch)
 from perceiver_ar.cli import main
 main()
@@ -88,7 +94,8 @@ def log(run: Path, step: int) -> None:
 class Server:
     url: str
     process: subprocess.Popen[str]
-    connections: Path
+    outside: Path
+    """Notes each connection to another machine, and each file written outside of temporary folders."""
     seconds: float
     """Until it was ready."""
 
@@ -106,12 +113,17 @@ class Server:
 
 @contextmanager
 def served(folder: Path, *args: str) -> Iterator[Server]:
-    connections = folder / "connections"
-    environment = {**os.environ, "CONNECTIONS": str(connections), "OMP_NUM_THREADS": "1"}
+    outside = folder / "outside"
+    settings = {"OUTSIDE": str(outside), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", WATCHED, "playground", *args, "--no-browser", "--device", "cpu"]
     began = time.perf_counter()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | settings,
+        cwd=folder,
     )
     assert process.stdout is not None
     try:
@@ -121,7 +133,7 @@ def served(folder: Path, *args: str) -> Iterator[Server]:
             if "is ready" in line:
                 break
         assert "is ready" in said[-1], "".join(said)
-        yield Server(said[-1].split()[0], process, connections, time.perf_counter() - began)
+        yield Server(said[-1].split()[0], process, outside, time.perf_counter() - began)
     finally:
         process.send_signal(signal.SIGINT)
         try:

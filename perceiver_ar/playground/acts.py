@@ -138,26 +138,21 @@ class Acts:
             )
             return explained(weights.float().cpu().numpy())
 
-    def compare(self, tokens: list[int] | None, chosen: int, session: str) -> Iterator[str]:
+    def compare(self, chosen: int, given: tuple[Any, ...], session: str) -> Iterator[str]:
         """A table that grows: tokens a second and, where there is a reference, nats, by latents."""
         with told():
             model, task = self.shown.get()
-            reference, rows = self.shown.reference(), []
-            prompt = task.start(0) if reference is None else reference.tokens[: reference.first]
-            if tokens and reference is None:
-                prompt = np.array(tokens)
+            prompt, rows = self.view.prompt(task, 0, *given), []
+            reference = self.shown.reference(prompt)
             for latents in latents_to_try(self.shown):
                 if session in self.stopped:
                     return
-                pace = _timed(model, task, prompt, latents)
-                nats = None
+                rate, nats = _timed(model, task, prompt, latents), "not known"
                 if reference is not None:
-                    report = evaluate(model, task, [reference], latents=latents, batch_size=4)
-                    nats = report["nats"]
-                rows.append((f"{latents:,}", f"{pace:,.0f}", "not known" if nats is None else f"{nats:.4f}"))
-                yield html.figures(
-                    ("latents", f"{self.view.unit}/s", f"nats/{self.view.unit[:-1]}"), rows, f"{chosen:,}"
-                )
+                    nats = f"{evaluate(model, task, [reference], latents=latents, batch_size=4)['nats']:.4f}"
+                rows.append((f"{latents:,}", f"{rate:,.0f}", nats))
+                heads = "latents", f"{self.view.unit}/s", f"nats/{self.view.unit[:-1]}"
+                yield html.figures(heads, rows, f"{chosen:,}")
 
 
 def latents_to_try(shown: Shown) -> list[int]:

@@ -10,7 +10,7 @@ from perceiver_ar.playground.shown import Shown
 from perceiver_ar.playground.training import training_tab
 from perceiver_ar.playground.views import View, view_of
 
-LENGTHS = {"text": 300, "tokens": 300, "music": 600, "audio": 1600}
+LENGTHS = {"text": 300, "tokens": 300, "music": 1024, "audio": 1600}
 """What is drawn by default, where the task does not say how long its documents are."""
 
 
@@ -55,7 +55,7 @@ def _draw(shown: Shown, view: View, acts: Acts) -> None:
         with gr.Column(scale=2, min_width=320):
             canvas = gr.HTML(label="Drawn", elem_classes="canvas-box", min_height=160)
             status = gr.Markdown(elem_classes="status")
-            sound = gr.Audio(label="Listen", type="filepath", interactive=False, visible=False)
+            sound = gr.Audio(label="Listen", interactive=False, visible=False, buttons=["download"])
             files = gr.File(label="Download", interactive=False, visible=False, elem_classes="files")
             tokens = gr.State()
             with gr.Accordion("Where the cross-attend looks", open=True):
@@ -79,8 +79,8 @@ def _draw(shown: Shown, view: View, acts: Acts) -> None:
         wish = Wish(temperature, int(top_k), top_p, int(seed), int(count), int(samples), int(latents))
         yield from acts.draw(wish, typed, str(request.session_hash))
 
-    def try_latents(drawn: list[int] | None, latents: int, request: gr.Request) -> Iterator[str]:
-        yield from acts.compare(drawn, int(latents), str(request.session_hash))
+    def try_latents(request: gr.Request, latents: int, *typed: Any) -> Iterator[str]:
+        yield from acts.compare(int(latents), typed, str(request.session_hash))
 
     # One at a time for each model: others wait in the queue.
     alone: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": shown.name, "show_progress": "minimal"}
@@ -91,7 +91,7 @@ def _draw(shown: Shown, view: View, acts: Acts) -> None:
     )
     halt.click(acts.stop, queue=False, api_visibility="private")
     compare.click(acts.begin, queue=False, api_visibility="private").then(
-        try_latents, [tokens, latents], table, api_name=named[1], **alone
+        try_latents, [latents, *given], table, api_name=named[1], **alone
     )
     back.release(acts.look, [tokens, back], attention, api_visibility="private", **alone)
 

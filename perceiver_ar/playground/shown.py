@@ -11,6 +11,10 @@ from perceiver_ar.device import best_dtype, pick_device
 from perceiver_ar.run import load, model_folder, open_source
 from perceiver_ar.sealed import read_sealed
 from perceiver_ar.tasks.base import Document, Task
+from perceiver_ar.windows import Tokens
+
+SCORED = 256
+"""Tokens of a reference."""
 
 
 class Shown:
@@ -18,7 +22,7 @@ class Shown:
 
     def __init__(self, run: Path, device: str) -> None:
         self.run, self.device = run, pick_device(device)
-        self.name = run.resolve().name
+        self.name = run.absolute().name
         begun = run / "config.json"
         about = begun if (run / "metrics.jsonl").exists() else model_folder(run) / "experiment.json"
         self.experiment = Experiment.from_dict(read_sealed(about)["experiment"])
@@ -53,16 +57,17 @@ class Shown:
             self._held = written, model.to(best_dtype(self.device)).eval(), task, _reference(task, data)
         return self._held[1], self._held[2]
 
-    def reference(self) -> Document | None:
-        """What was written by others, at most as much as the model can read; None if it is not at hand."""
+    def reference(self, prompt: Tokens) -> Document | None:
+        """The first validation document or else a prompt that is long enough, its end to be scored."""
         self.get()
         assert self._held is not None
         document, context = self._held[3], self.experiment.model.context
+        if document is None and len(prompt) > 2 * SCORED:
+            document = Document(prompt, 1, len(prompt))
         if document is None:
             return None
         stop = min(document.stop, document.first + context)
-        scored = min(256, stop - document.first)
-        return Document(np.asarray(document.tokens[:stop]), stop - scored, stop)
+        return Document(np.asarray(document.tokens[:stop]), max(document.first, stop - SCORED), stop)
 
 
 def _reference(task: Task, data: object) -> Document | None:
