@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from perceiver_ar import ModelConfig, PerceiverAR, presets, tasks
+from perceiver_ar import ModelConfig, build, presets, tasks
+from perceiver_ar.config import TransformerConfig
 from perceiver_ar.run import export
 from perceiver_ar.sealed import write_sealed
 from perceiver_ar.store import write_store
@@ -50,7 +51,7 @@ main()
 def make_runs(folder: Path) -> dict[str, Path]:
     """Untrained models; that of text is a run in progress."""
     save_codec("dac", folder / "codec")
-    kinds: dict[str, tuple[dict[str, Any], ModelConfig]] = {
+    kinds: dict[str, tuple[dict[str, Any], Any]] = {
         "text": ({}, ModelConfig(259, 512, 64, **SIZES)),
         "copy": ({"length": 32}, ModelConfig(259, 32, 16, **SIZES)),
         "image": (
@@ -58,15 +59,19 @@ def make_runs(folder: Path) -> dict[str, Path]:
             ModelConfig(259, 193, 32, positions="axial", axes=(10, 10, 5), **SIZES),
         ),
         "music": ({}, ModelConfig(391, 512, 64, **SIZES)),
+        "transformer": ({}, TransformerConfig(391, 128, **SIZES)),
         "audio": (
             {"levels": 3, "codes": 32, "frame_rate": 100.0, "codec": "dac", "weights": str(folder / "codec")},
             ModelConfig(99, 512, 64, **SIZES),
         ),
     }
-    return {name: make_run(folder / name, name, options, model) for name, (options, model) in kinds.items()}
+    return {
+        name: make_run(folder / name, "music" if name == "transformer" else name, options, model)
+        for name, (options, model) in kinds.items()
+    }
 
 
-def make_run(run: Path, name: str, options: dict[str, Any], config: ModelConfig) -> Path:
+def make_run(run: Path, name: str, options: dict[str, Any], config: Any) -> Path:
     torch.manual_seed(0)
     task = tasks.get(name, options)
     data: Any = {}
@@ -76,7 +81,7 @@ def make_run(run: Path, name: str, options: dict[str, Any], config: ModelConfig)
         task, data = task.at(run), {str(run.with_name("store")): 1.0}
     experiment = replace(presets.get("tiny"), name=name, task=name, model=config, options=options)
     run.mkdir()
-    export(run, PerceiverAR(config), experiment, task, data)
+    export(run, build(config), experiment, task, data)
     if name == "text":
         write_sealed(run / "config.json", {"experiment": experiment.to_dict(), "data": data})
         log(run, 10)

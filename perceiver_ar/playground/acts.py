@@ -1,7 +1,11 @@
 """What visitors can ask of a model: to draw, to compare numbers of latents, to show where it looks."""
 
+import html as escaping
+import re
 import tempfile
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,25 +16,38 @@ import gradio as gr
 import numpy as np
 import torch
 
+from perceiver_ar.caching import grow, half
 from perceiver_ar.decoder import Decoder
-from perceiver_ar.drawing import follow, usual_count
+from perceiver_ar.drawing import follow
 from perceiver_ar.evaluation import evaluate
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.playground import html
 from perceiver_ar.playground.gaze import explained, gaze
+from perceiver_ar.playground.pace import tokens_per_second
 from perceiver_ar.playground.shown import Shown
 from perceiver_ar.playground.views import Sample, View
 from perceiver_ar.tasks.base import PAD, Task
+from perceiver_ar.tasks.copy import CopyTask
+from perceiver_ar.tasks.image import ImageTask
 from perceiver_ar.windows import Tokens
 
 LONGEST = 16_384
-"""Tokens that one visitor may ask for."""
-TIMED = 48
-"""Tokens that are drawn to see how fast that is."""
+"""Tokens that one visitor may ask for, where the task does not say how many there are."""
 SHOWN_EVERY = 0.15
 """Seconds, while something is drawn."""
 NOT_YET: Any = gr.update(value=None, visible=False)
 """What is there once all is drawn."""
+
+ONE_BY_ONE: dict[str, Any] = {
+    "concurrency_limit": 1,
+    "concurrency_id": "models",
+    "show_progress": "minimal",
+}
+"""All that models do, whichever: visitors wait for each other."""
+
+
+class Stopped(Exception):
+    """By the visitor."""
 
 
 @contextmanager
@@ -38,12 +55,9 @@ def told() -> Generator[None]:
     """A visitor's mistake is told to that visitor, with no name of a folder; nobody else is troubled."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        words = str(error)
-        for part in words.split():
-            if part.startswith(tempfile.gettempdir()):
-                words = words.replace(part, Path(part).name)
-        raise gr.Error(words, duration=None, print_exception=False) from None
+    except (ValueError, TypeError, OverflowError, OSError) as error:
+        words = re.sub(r"/(?:[^\s/:]+/)+([^\s/:]+)", r"\1", str(error))
+        raise gr.Error(escaping.escape(words, quote=False), duration=None, print_exception=False) from None
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,13 @@ class Wish:
     samples: int
     latents: int
 
+    @classmethod
+    def of(cls, temperature: Any, top_k: Any, top_p: Any, seed: Any, *whole: Any) -> "Wish":
+        """From what the page holds, where all numbers may be fractions, or missing."""
+        if any(value is None for value in (temperature, top_k, top_p, seed, *whole)):
+            raise ValueError("a setting is empty: give a number for each.")
+        return cls(float(temperature), int(top_k), float(top_p), int(seed), *map(int, whole))
+
     def settings(self) -> dict[str, Any]:
         """Of `stream`."""
         return {
@@ -70,89 +91,133 @@ class Wish:
         }
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What a page keeps of the last sample."""
+
+    tokens: list[int]
+    given: int
+    """How many of them were the prompt."""
+    latents: int
+
+
 class Acts:
-    """Of one run; those who ask to stop are noted by their session."""
+    """Of one run. Each wish has a ticket, by which it can be stopped, even before it begins."""
 
     def __init__(self, shown: Shown, view: View) -> None:
         self.shown, self.view = shown, view
-        self.stopped: set[str] = set()
+        self.stopped: deque[str] = deque(maxlen=256)
+        self.running: set[str] = set()
 
-    def begin(self, request: gr.Request) -> None:
-        self.stopped.discard(str(request.session_hash))
+    def begin(self) -> str:
+        return uuid.uuid4().hex
 
-    def stop(self, request: gr.Request) -> None:
-        self.stopped.add(str(request.session_hash))
+    def stop(self, ticket: str) -> None:
+        """Returns once what was stopped has ended; what has not begun then never will."""
+        self.stopped.append(ticket)
+        while ticket in self.running:
+            time.sleep(0.05)
 
-    def draw(self, wish: Wish, given: tuple[Any, ...], session: str) -> Iterator[tuple[Any, ...]]:
+    @contextmanager
+    def _at_work(self, ticket: str) -> Generator[Callable[[], bool]]:
+        """Gives what tells whether it was stopped."""
+        self.running.add(ticket)
+        try:
+            with told():
+                yield lambda: ticket in self.stopped
+        finally:
+            self.running.discard(ticket)
+
+    def draw(self, ticket: str, numbers: tuple[Any, ...], given: tuple[Any, ...]) -> Iterator[Any]:
         """Canvas, status, attention, sound, files and tokens, again and again while they grow."""
-        with told():
-            began = time.perf_counter()
-            look = _Seldom(lambda sample: self.look(sample.whole().tolist(), 0))
-            sample = None
-            for sample in self.samples(wish, given, session):
-                rate = _rate(sample, time.perf_counter() - began, wish)
+        with self._at_work(ticket) as stopped:
+            if stopped():
+                return
+            wish, began = Wish.of(*numbers), time.perf_counter()
+            look, sample = _Seldom(lambda sample: self.look(_kept(sample, wish), 0)), None
+            for sample in self.samples(wish, given, stopped):
+                rate = self._rate(sample, time.perf_counter() - began, wish)
                 yield self.view.show(sample), rate, look(sample), NOT_YET, NOT_YET, None
             assert sample is not None
-            tokens, rate = sample.whole().tolist(), _rate(sample, time.perf_counter() - began, wish)
+            kept, rate = _kept(sample, wish), self._rate(sample, time.perf_counter() - began, wish)
             with tempfile.TemporaryDirectory() as folder:  # the page keeps copies
                 files = [str(path) for path in self.view.write(sample, Path(folder))]
                 sound = gr.update(value=files[0], visible=True) if self.view.sounds else NOT_YET
                 done = gr.update(value=files, visible=True)
-                yield self.view.show(sample), rate, self.look(tokens, 0), sound, done, tokens
+                yield self.view.show(sample), rate, self.look(kept, 0), sound, done, kept
 
-    def samples(self, wish: Wish, given: tuple[Any, ...] | None, session: str) -> Iterator[Sample]:
+    def samples(
+        self, wish: Wish, given: tuple[Any, ...] | None, stopped: Callable[[], bool]
+    ) -> Iterator[Sample]:
         """What is drawn, a few times a second and at the end; given nothing, from the task's beginning."""
-        if not 1 <= wish.count <= LONGEST or not 1 <= wish.samples <= self.view.most_samples:
-            raise ValueError(f"at most {LONGEST:,} tokens and {self.view.most_samples} samples are drawn.")
+        if wish.count < 1 or not 1 <= wish.samples <= self.view.most_samples:
+            raise ValueError(f"draw from 1 token on, and from 1 to {self.view.most_samples} samples.")
         model, task = self.shown.get()
         prompt = task.start(wish.seed) if given is None else self.view.prompt(task, wish.seed, *given)
-        count = min(wish.count, _room(model, task, prompt))
-        drawing = follow(model, task, prompt, count, slice(0, wish.samples), **wish.settings())
+        drawing = follow(
+            model, task, prompt, _count(model, task, prompt, wish), slice(0, wish.samples), **wish.settings()
+        )
         steps, chances, told_at = [], [], 0.0
         for tokens, scores in drawing:
             steps.append(tokens.cpu().numpy())
             chances.append(float(scores[0].exp()))
-            if session in self.stopped:
+            if stopped():
                 break
             if time.perf_counter() - told_at > SHOWN_EVERY:
                 yield _so_far(task, prompt, steps, chances)
                 told_at = time.perf_counter()
         yield _so_far(task, prompt, steps, chances)
 
-    def look(self, tokens: list[int] | None, back: int) -> str:
-        """Where the cross-attend looks from the token that stands so far back."""
+    def look(self, drawn: Drawn | None, back: int) -> str:
+        """Where the cross-attend looks from the token that stands so far back, over what was held then."""
         with told():
             model, task = self.shown.get()
             if not isinstance(model, PerceiverAR):
-                return "Only Perceiver AR has a cross-attend."
-            if not tokens:
+                return ""
+            if drawn is None:
                 raise ValueError("there is nothing to look at yet: draw something.")
-            stop = max(1, len(tokens) - int(back))
-            start = max(0, stop - model.config.context)
-            places = task.positions(np.arange(start, stop)[None])
+            stop = max(1, len(drawn.tokens) - int(back))
+            inputs, latents = held(min(drawn.given, stop), stop, model.config.context, drawn.latents)
+            places = task.positions(np.arange(stop - inputs, stop)[None])
             device = model.norm.weight.device
             weights = gaze(
                 model,
-                torch.tensor([tokens[start:stop]], device=device),
+                torch.tensor([drawn.tokens[stop - inputs : stop]], device=device),
                 None if places is None else torch.from_numpy(places).to(device),
+                latents - 1,
             )
             return explained(weights.float().cpu().numpy())
 
-    def compare(self, chosen: int, given: tuple[Any, ...], session: str) -> Iterator[str]:
+    def compare(self, ticket: str, chosen: Any, given: tuple[Any, ...]) -> Iterator[str]:
         """A table that grows: tokens a second and, where there is a reference, nats, by latents."""
-        with told():
+
+        def go_on(*_: int) -> None:
+            if stopped():
+                raise Stopped
+
+        with self._at_work(ticket) as stopped:
             model, task = self.shown.get()
+            assert isinstance(model, PerceiverAR)
             prompt, rows = self.view.prompt(task, 0, *given), []
-            reference = self.shown.reference(prompt)
-            for latents in latents_to_try(self.shown):
-                if session in self.stopped:
-                    return
-                rate, nats = _timed(model, task, prompt, latents), "not known"
-                if reference is not None:
-                    nats = f"{evaluate(model, task, [reference], latents=latents, batch_size=4)['nats']:.4f}"
-                rows.append((f"{latents:,}", f"{rate:,.0f}", nats))
-                heads = "latents", f"{self.view.unit}/s", f"nats/{self.view.unit[:-1]}"
-                yield html.figures(heads, rows, f"{chosen:,}")
+            reference, total = self.shown.reference(prompt), _span(model, task)
+            unit = self.view.unit
+            try:
+                for latents in latents_to_try(self.shown):
+                    rate, nats = tokens_per_second(model, task, prompt, total, latents, go_on), "not known"
+                    if reference is not None:
+                        report = evaluate(
+                            model, task, [reference], latents=latents, batch_size=1, progress=go_on
+                        )
+                        nats = f"{report['nats']:.4f}"
+                    rows.append((f"{latents:,}", f"{rate:,.0f}", nats))
+                    yield html.figures(("latents", f"{unit}/s", f"nats/{unit[:-1]}"), rows, f"{chosen:,}")
+            except Stopped:
+                return
+
+    def _rate(self, sample: Sample, seconds: float, wish: Wish) -> str:
+        count = sum(map(len, sample.rows))
+        pace = f"{count:,} {self.view.unit} in {seconds:.1f} s, {count / seconds:,.0f} a second"
+        return f"{pace}, with up to {wish.latents:,} latents." if self.shown.perceives else f"{pace}."
 
 
 def latents_to_try(shown: Shown) -> list[int]:
@@ -162,15 +227,39 @@ def latents_to_try(shown: Shown) -> list[int]:
     return sorted({*fewer, usual, shown.most_latents})
 
 
-def _room(model: Decoder, task: Task, prompt: Tokens) -> int:
-    """How many tokens may follow: as many as the task has, where it ends, and as the model can."""
-    bounded = task.name in ("image", "copy")
-    return usual_count(model, task, prompt) if bounded or not model.config.has_no_end else LONGEST
+def held(given: int, total: int, context: int, latents: int) -> tuple[int, int]:
+    """Inputs and latents that a cache holds once so many tokens are read, of which some were the prompt."""
+    inputs = given if given <= context else context - latents // 2
+    now = half(inputs, latents)
+    for _ in range(total - given):
+        inputs, now = grow(inputs, now, context, latents)
+    return inputs, now
+
+
+def _settled(task: Task) -> bool:
+    """Whether all its documents have one length."""
+    return isinstance(task, CopyTask | ImageTask)
+
+
+def _span(model: Decoder, task: Task) -> int:
+    """Tokens that can be read: all of the context, unless documents are shorter."""
+    start, context = task.start(0), model.config.context
+    return min(context, len(start) + task.count(start)) if _settled(task) else context
+
+
+def _count(model: Decoder, task: Task, prompt: Tokens, wish: Wish) -> int:
+    """As many as were asked for, or as the task has, where that is settled; and as the model can."""
+    count = task.count(prompt) if _settled(task) else min(wish.count, LONGEST)
+    return count if model.config.has_no_end else max(1, min(count, model.config.context - len(prompt) + 1))
 
 
 def _so_far(task: Task, prompt: Tokens, steps: list[Tokens], chances: list[float]) -> Sample:
     rows = [row[row != PAD] for row in np.stack(steps, axis=1)]
     return Sample(task, prompt, rows, chances[: len(rows[0])])
+
+
+def _kept(sample: Sample, wish: Wish) -> Drawn:
+    return Drawn(sample.whole().tolist(), len(sample.prompt), wish.latents)
 
 
 class _Seldom:
@@ -185,18 +274,3 @@ class _Seldom:
             self.last = self.act(sample)
             self.due = time.perf_counter() + 10 * (time.perf_counter() - began)
         return self.last
-
-
-def _rate(sample: Sample, seconds: float, wish: Wish) -> str:
-    count = sum(map(len, sample.rows))
-    pace = f"{count:,} tokens in {seconds:.1f} s, {count / seconds:,.0f} a second"
-    return f"{pace}, with up to {wish.latents:,} latents."
-
-
-def _timed(model: Decoder, task: Task, prompt: Tokens, latents: int) -> float:
-    """Tokens a second, after the first, which reads the prompt."""
-    count = min(TIMED, max(2, _room(model, task, prompt)))
-    drawing = follow(model, task, prompt, count, slice(0, 1), latents=latents)
-    next(drawing)
-    began, drawn = time.perf_counter(), sum(1 for _ in drawing)
-    return drawn / max(time.perf_counter() - began, 1e-9)

@@ -16,12 +16,11 @@ WIDTH = 768
 
 
 @torch.inference_mode()
-def gaze(model: PerceiverAR, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """How much of each input (1, T) the last of them takes in, by head: (H, T)."""
+def gaze(model: PerceiverAR, tokens: Tensor, positions: Tensor | None, number: int) -> Tensor:
+    """How much of each input (1, T) the last, which is the latent of that number, takes in: (H, T)."""
     places = model.place(tokens, positions, None)
     inputs, cross = model.embedding(tokens, places), model.cross_attend
-    number = torch.tensor([[min(tokens.shape[1], model.config.latents) - 1]], device=tokens.device)
-    z = model.queries(inputs[:, -1:], number)
+    z = model.queries(inputs[:, -1:], torch.tensor([[number]], device=tokens.device))
     q = cross.ask(cross.norm(z), model.cross_turn(places[:, -1:]))  # (1, H, 1, K)
     k, _ = cross.keys_values(inputs, model.cross_turn(places))
     scores = (q.float() @ k.float().transpose(-1, -2)) * q.shape[-1] ** -0.5
@@ -45,6 +44,7 @@ def explained(weights: NDArray[np.float32]) -> str:
     return (
         f"{picture(tall, 'attention by head over the context', 'strip')}"
         f"<div class=ends><span>{inputs:,} tokens back</span><span>now</span></div>"
-        f"<p>Each row is a head of the cross-attend. Half of what this token takes in lies within the last "
-        f"{min(half, inputs):,} inputs, nine tenths within {min(most, inputs):,} of {inputs:,}.</p>"
+        f"<p>Half of what this token takes in lies within the last {min(half, inputs):,} inputs, nine tenths "
+        f"within {min(most, inputs):,} of {inputs:,}. Each row is a head of the cross-attend, its strongest "
+        f"input the darkest; the shade is the fourth root of the share, so that faint glances show.</p>"
     )

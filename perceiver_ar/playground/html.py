@@ -23,7 +23,7 @@ STYLE = """
 .figures td, .figures th { text-align: right; padding: 0.25em 0.75em; border: 0 !important;
   border-bottom: 1px solid rgba(128, 128, 128, 0.25) !important; }
 .figures .chosen { font-weight: 600; }
-footer { display: none !important; }
+footer, .leave { display: none !important; }
 """
 # Ten shades, the less likely the stronger.
 STYLE += "".join(

@@ -5,13 +5,14 @@ from typing import Any
 
 import gradio as gr
 
-from perceiver_ar.playground.acts import LONGEST, Acts, Wish, latents_to_try
+from perceiver_ar.playground.acts import LONGEST, ONE_BY_ONE, Acts, latents_to_try
 from perceiver_ar.playground.shown import Shown
 from perceiver_ar.playground.training import training_tab
 from perceiver_ar.playground.views import View, view_of
 
 LENGTHS = {"text": 300, "tokens": 300, "music": 1024, "audio": 1600}
 """What is drawn by default, where the task does not say how long its documents are."""
+AT_ONCE: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
 
 
 def build(runs: list[Shown]) -> gr.Blocks:
@@ -51,49 +52,53 @@ def _draw(shown: Shown, view: View, acts: Acts) -> None:
             with gr.Row():
                 go = gr.Button("Draw", variant="primary", min_width=100, elem_classes="go")
                 halt = gr.Button("Stop", variant="stop", min_width=100, elem_classes="halt")
+                leave = gr.Button(elem_id=f"leave-{id(shown)}", elem_classes="leave")
             controls = _controls(shown, view)
         with gr.Column(scale=2, min_width=320):
             canvas = gr.HTML(label="Drawn", elem_classes="canvas-box", min_height=160)
             status = gr.Markdown(elem_classes="status")
             sound = gr.Audio(label="Listen", interactive=False, visible=False, buttons=["download"])
             files = gr.File(label="Download", interactive=False, visible=False, elem_classes="files")
-            tokens = gr.State()
-            with gr.Accordion("Where the cross-attend looks", open=True):
+            drawn, ticket = gr.State(), gr.State("")
+            with gr.Accordion("Where the cross-attend looks", visible=shown.perceives):
                 attention = gr.HTML(elem_classes="attention")
                 back = gr.Slider(0, 512, 0, step=1, label="For the token that stands so far back")
-            with gr.Accordion("The same model with fewer and more latents", open=True):
+            with gr.Accordion("The same model with fewer and more latents", visible=shown.perceives):
                 table = gr.HTML(elem_classes="latents-table")
                 compare = gr.Button("Compare", elem_classes="compare")
 
+    # Their names are those of the address that programs call.
     def draw(
-        request: gr.Request,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-        count: int,
-        samples: int,
-        latents: int,
-        *typed: Any,
-    ) -> Iterator[tuple[Any, ...]]:
-        wish = Wish(temperature, int(top_k), top_p, int(seed), int(count), int(samples), int(latents))
-        yield from acts.draw(wish, typed, str(request.session_hash))
+        mine: str,
+        temperature: Any,
+        top_k: Any,
+        top_p: Any,
+        seed: Any,
+        count: Any,
+        samples: Any,
+        latents: Any,
+        *prompt: Any,
+    ) -> Iterator[Any]:
+        yield from acts.draw(mine, (temperature, top_k, top_p, seed, count, samples, latents), prompt)
 
-    def try_latents(request: gr.Request, latents: int, *typed: Any) -> Iterator[str]:
-        yield from acts.compare(int(latents), typed, str(request.session_hash))
+    def try_latents(mine: str, latents: float, *typed: Any) -> Iterator[str]:
+        yield from acts.compare(mine, int(latents), typed)
 
-    # One at a time for each model: others wait in the queue.
-    alone: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": shown.name, "show_progress": "minimal"}
+    outputs = [canvas, status, attention, sound, files, drawn]
     named = f"draw_{shown.name}", f"compare_{shown.name}"
-    outputs = [canvas, status, attention, sound, files, tokens]
-    go.click(acts.begin, queue=False, api_visibility="private").then(
-        draw, [*controls, latents, *given], outputs, api_name=named[0], **alone
+    drawing = go.click(acts.begin, None, ticket, **AT_ONCE).then(
+        draw, [ticket, *controls, latents, *given], outputs, api_name=named[0], **ONE_BY_ONE
     )
-    halt.click(acts.stop, queue=False, api_visibility="private")
-    compare.click(acts.begin, queue=False, api_visibility="private").then(
-        try_latents, [latents, *given], table, api_name=named[1], **alone
+    comparing = compare.click(acts.begin, None, ticket, **AT_ONCE).then(
+        try_latents, [ticket, latents, *given], table, api_name=named[1], **ONE_BY_ONE
     )
-    back.release(acts.look, [tokens, back], attention, api_visibility="private", **alone)
+    # What has begun ends by itself, and keeps what there is. After that, what still waits leaves the queue:
+    # gradio does that for clicks only, so there is a button that nobody sees.
+    leave.click(None, cancels=[drawing, comparing])
+    halt.click(acts.stop, ticket, None, **AT_ONCE).then(
+        None, js=f"() => document.getElementById('{leave.elem_id}').click()"
+    )
+    back.release(acts.look, [drawn, back], attention, api_visibility="private", **ONE_BY_ONE)
 
 
 def _latents(shown: Shown) -> Any:
@@ -106,12 +111,12 @@ def _latents(shown: Shown) -> Any:
         label="Latents",
         info=f"trained with {usual:,}; fewer are faster",
         elem_classes="latents",
-        interactive=len(tried) > 1,
+        visible=shown.perceives and len(tried) > 1,
     )
 
 
 def _controls(shown: Shown, view: View) -> list[Any]:
-    """Temperature, top-k, top-p, seed, count and samples."""
+    """Of a Wish, but for the latents: temperature, top-k, top-p, seed, count and samples."""
     count = LENGTHS.get(shown.experiment.task)
     with gr.Row():
         temperature = gr.Slider(0, 2, 1, step=0.05, label="Temperature", info="0: the likeliest")

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gradio as gr
+import huggingface_hub.constants
+from starlette.middleware import Middleware
 
+from perceiver_ar.playground.guard import Guard
 from perceiver_ar.playground.html import STYLE
 from perceiver_ar.playground.page import build
 from perceiver_ar.playground.shown import Shown
@@ -33,6 +36,7 @@ def serve(
     device: str = "auto",
 ) -> None:
     """Until it is interrupted."""
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # codecs, too, must be here
     shown = [Shown(run, device) for run in runs]
     if len({one.name for one in shown}) < len(shown):
         raise ValueError("two of these runs have the same name: rename the folder of one.")
@@ -48,22 +52,26 @@ def serve(
         page = build(shown)
         theme = gr.themes.Soft(primary_hue="indigo", font=FONT, font_mono=MONO)
         page.queue(max_size=WAITING, default_concurrency_limit=4)
-        page.launch(
-            server_name=host,
-            server_port=port,
-            share=share,
-            auth=None if password is None else _checks(password),
-            auth_message=None if password is None else "Any name, and the password.",
-            inbrowser=browser,
-            max_file_size=LARGEST,
-            blocked_paths=[str(run.resolve()) for run in runs],
-            quiet=True,
-            footer_links=[],
-            ssr_mode=False,
-            theme=theme,
-            css=STYLE,
-            prevent_thread_lock=True,
-        )
+        try:
+            page.launch(
+                server_name=host,
+                server_port=port,
+                share=share,
+                auth=None if password is None else _checks(password),
+                auth_message=None if password is None else "Any name, and the password.",
+                inbrowser=browser,
+                max_file_size=LARGEST,
+                blocked_paths=[str(run.resolve()) for run in runs],
+                quiet=True,
+                footer_links=[],
+                ssr_mode=False,
+                theme=theme,
+                app_kwargs={"middleware": [Middleware(Guard)]},
+                css=STYLE,
+                prevent_thread_lock=True,
+            )
+        except OSError:
+            raise ValueError(f"port {port or 7860} cannot be listened on: give another --port.") from None
         print(f"http://{host}:{page.server_port} is ready; interrupt to end it.", flush=True)
         page.block_thread()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from perceiver_ar import tasks
-from perceiver_ar.config import Experiment
+from perceiver_ar.config import Experiment, ModelConfig
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import best_dtype, pick_device
 from perceiver_ar.run import load, model_folder, open_source
@@ -40,6 +40,11 @@ class Shown:
     def task(self) -> Task:
         """As the run has it; what it needs lies beside the model, once there is one."""
         return self._held[2] if self._held else tasks.get(self.experiment.task, self.experiment.options)
+
+    @property
+    def perceives(self) -> bool:
+        """Whether it is a Perceiver AR, whose latents can be chosen."""
+        return isinstance(self.experiment.model, ModelConfig)
 
     @property
     def most_latents(self) -> int:

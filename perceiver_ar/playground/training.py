@@ -5,7 +5,7 @@ from typing import Any
 import gradio as gr
 import pandas as pd
 
-from perceiver_ar.playground.acts import Acts, Wish
+from perceiver_ar.playground.acts import ONE_BY_ONE, Acts, Wish, told
 from perceiver_ar.playground.shown import Shown
 from perceiver_ar.plots import read_metrics
 
@@ -22,53 +22,59 @@ class Progress:
 
     def __init__(self, shown: Shown, acts: Acts) -> None:
         self.shown, self.acts = shown, acts
-        self.path = shown.run / "metrics.jsonl"
+        self.log = shown.run / "metrics.jsonl"
+        self.read_at, self.curves = 0.0, ("No step is logged yet.", None, None, None)
         self.samples: list[str] = []
         self.sampled: int | None = None
 
-    def curves(self, seen: float) -> tuple[Any, ...]:
-        """When the log was written, a summary, and three curves; nothing new where there is nothing new."""
-        written = self.path.stat().st_mtime
+    def look(self, seen: float) -> tuple[Any, ...]:
+        """When the log was written, a summary, and three curves; nothing where nothing is new."""
+        written = self.log.stat().st_mtime
         if written == seen:
             return (gr.skip(),) * 5
-        try:
-            lines = read_metrics(self.shown.run)
-        except ValueError as error:  # not a step yet
-            return (written, str(error), None, None, None)
-        steps = [line for line in lines if "loss" in line]
-        found = [line for line in lines if "validation" in line]
-        last, total = steps[-1], self.shown.experiment.train.steps
-        words = f"Step {last['step']:,} of {total:,}: **{last['loss']:.4f}** nats in the last logged batch"
-        if found:
-            words += (
-                f", **{found[-1]['validation']['nats']:.4f}** in validation at step {found[-1]['step']:,}"
-            )
-        rows = [(line["step"], line["loss"], "training") for line in _thinned(steps)]
-        rows += [(line["step"], line["validation"]["nats"], "validation") for line in _thinned(found)]
-        loss = pd.DataFrame(rows, columns=["step", "nats", "of"])
-        others = pd.DataFrame(
-            [(line["step"], line["lr"], line["targets_per_second"]) for line in _thinned(steps)],
-            columns=["step", "learning rate", "targets/s"],
-        )
-        return written, words + ".", loss, others, others
+        if written != self.read_at:
+            try:
+                self.curves = _curves(read_metrics(self.shown.run), self.shown.experiment.train.steps)
+                self.read_at = written
+            except ValueError:  # not a step yet
+                pass
+        return written, *self.curves
 
-    def drawn(self) -> Any:
-        """A sample more, once the model was written anew."""
+    def draw(self, seen: int | None) -> tuple[Any, ...]:
+        """Which weights were drawn from last, and all samples: one more, once they were written anew."""
         written = self.shown.written
-        if written is None:
-            return "The first sample comes with the first checkpoint."
+        if written is None or self.curves[1] is None:
+            return None, "The first sample comes with the first checkpoint."
         if written != self.sampled:
-            lines = read_metrics(self.shown.run)
-            self.samples.insert(0, f"<h4>About step {lines[-1]['step']:,}</h4>{self._sample()}")
+            with told():
+                self.samples.insert(0, f"<h4>By {self.curves[0].partition(':')[0]}</h4>{self._sample()}")
             del self.samples[KEPT:]
             self.sampled = written
-        return "".join(self.samples)
+        return (gr.skip(), gr.skip()) if seen == written else (written, "".join(self.samples))
 
     def _sample(self) -> str:
         usual = self.shown.experiment.model.latents
         wish = Wish(temperature=1.0, top_k=0, top_p=1.0, seed=0, count=200, latents=usual, samples=1)
-        *_, sample = self.acts.samples(wish, None, "")
+        *_, sample = self.acts.samples(wish, None, lambda: False)
         return self.acts.view.show(sample)
+
+
+def _curves(lines: list[dict[str, Any]], total: int) -> tuple[Any, ...]:
+    """A summary, and tables of losses, learning rates and speeds."""
+    steps = [line for line in lines if "loss" in line]
+    found = [line for line in lines if "validation" in line]
+    words = (
+        f"Step {steps[-1]['step']:,} of {total:,}: **{steps[-1]['loss']:.4f}** nats in the last logged batch"
+    )
+    for line in found[-1:]:
+        words += f", **{line['validation']['nats']:.4f}** in validation at step {line['step']:,}"
+    rows = [(line["step"], line["loss"], "training") for line in _thinned(steps)]
+    rows += [(line["step"], line["validation"]["nats"], "validation") for line in _thinned(found)]
+    others = pd.DataFrame(
+        [(line["step"], line["lr"], line["targets_per_second"]) for line in _thinned(steps)],
+        columns=["step", "learning rate", "targets/s"],
+    )
+    return words + ".", pd.DataFrame(rows, columns=["step", "nats", "of"]), others, others
 
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,7 +86,7 @@ def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def training_tab(shown: Shown, acts: Acts) -> None:
     """Looks again by itself."""
     progress = Progress(shown, acts)
-    seen = gr.State(0.0)
+    seen, drawn = gr.State(0.0), gr.State()
     summary = gr.Markdown(elem_classes="summary")
     loss = gr.LinePlot(x="step", y="nats", color="of", title="Loss", height=320)
     with gr.Row():
@@ -89,7 +95,5 @@ def training_tab(shown: Shown, acts: Acts) -> None:
     gr.Markdown("### Samples so far")
     samples = gr.HTML(elem_classes="samples")
     hidden: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    gr.Timer(EVERY).tick(progress.curves, seen, [seen, summary, loss, rate, speed], **hidden)
-    gr.Timer(2 * EVERY).tick(
-        progress.drawn, None, samples, concurrency_limit=1, concurrency_id=shown.name, **hidden
-    )
+    gr.Timer(EVERY).tick(progress.look, seen, [seen, summary, loss, rate, speed], **hidden)
+    gr.Timer(2 * EVERY).tick(progress.draw, drawn, [drawn, samples], **(ONE_BY_ONE | hidden))

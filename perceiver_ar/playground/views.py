@@ -1,12 +1,14 @@
 """How samples of a task are asked for and shown: as words, pictures or sound."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import gradio as gr
 import numpy as np
+from PIL import Image
 
 from perceiver_ar import midi
 from perceiver_ar.playground import html
@@ -14,7 +16,15 @@ from perceiver_ar.tasks.audio import AudioTask
 from perceiver_ar.tasks.base import FIRST, Task
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.image import PICTURES, ImageTask
+from perceiver_ar.tasks.tokens import TokensTask
 from perceiver_ar.windows import Tokens
+
+LONGEST_TEXT = 200_000
+"""Characters of a prompt."""
+SHOWN = 2000
+"""Tokens of a prompt that are shown before what is drawn: its last."""
+MOST_PIXELS = 16_000_000
+"""Of a picture that is uploaded."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +76,33 @@ class View:
 class Words(View):
     """Text, or anything else that is spelled token by token."""
 
-    files = ("sample.txt",)
+    files = ("sample.txt", "sample.jsonl")
 
     def inputs(self, task: Task) -> list[Any]:
         hint = "Go on from ..."
         if isinstance(task, CopyTask):
             hint = f"{task.length // 2 - 1} hexadecimal bytes, such as 0a ff 31; empty: random ones"
-        return [gr.Textbox(label="Prompt", placeholder=hint, lines=4, max_lines=12, elem_classes="prompt")]
+        return [
+            gr.Textbox(
+                label="Prompt",
+                placeholder=hint,
+                lines=4,
+                max_lines=12,
+                max_length=LONGEST_TEXT,
+                elem_classes="prompt",
+            )
+        ]
 
     def prompt(self, task: Task, seed: int, *given: Any) -> Tokens:
         (text,) = given
+        if len(text) > LONGEST_TEXT:
+            raise ValueError(f"a prompt may have {LONGEST_TEXT:,} characters here.")
         return task.prompt(text) if text.strip() else task.start(seed)
 
     def show(self, sample: Sample) -> str:
         spell = sample.task.speller()
         assert spell is not None
-        given = html.span("".join(map(spell, sample.prompt.tolist())), "given")
+        given = "".join(map(spell, sample.prompt[-SHOWN:].tolist()))
         words = [spell(token) for token in sample.rows[0].tolist()]
         if isinstance(sample.task, CopyTask):
             right = sample.rows[0] == sample.task.answer(sample.prompt)[: len(words)]
@@ -89,16 +110,23 @@ class Words(View):
                 html.span(word, "right" if ok else "wrong") for word, ok in zip(words, right, strict=True)
             ]
         else:
-            chances = zip(words, sample.probabilities, strict=True)
-            parts = [html.shade(word, chance) for word, chance in chances if word]
-        return html.drawn([given, *parts])
+            parts = [html.shade(word, chance) for word, chance in _spelled(words, sample.probabilities)]
+        return html.drawn([html.span(given, "given"), *parts])
 
     def write(self, sample: Sample, folder: Path) -> list[Path]:
-        spell = sample.task.speller()
-        assert spell is not None
-        path = folder / self.files[0]
-        path.write_text("".join(map(spell, sample.whole().tolist())))
+        path = folder / self.files[isinstance(sample.task, TokensTask)]
+        sample.task.save(sample.whole(), path)
         return [path]
+
+
+def _spelled(words: list[str], chances: list[float]) -> Iterator[tuple[str, float]]:
+    """Words and their probabilities: of all tokens that it took to spell a character."""
+    whole = 1.0
+    for word, chance in zip(words, chances, strict=True):
+        whole *= chance
+        if word:
+            yield word, whole
+            whole = 1.0
 
 
 class Pictures(View):
@@ -115,6 +143,12 @@ class Pictures(View):
             gr.Slider(0, task.size - 1, task.size // 2, step=1, label="Rows of it to keep"),
         ]
 
+    def prompt(self, task: Task, seed: int, *given: Any) -> Tokens:
+        path, _ = given
+        if path is not None:
+            _check_picture(Path(path))
+        return super().prompt(task, seed, *given)
+
     def show(self, sample: Sample) -> str:
         assert isinstance(sample.task, ImageTask)
         images = [sample.task.decode(sample.whole(row)) for row in range(len(sample.rows))]
@@ -128,6 +162,17 @@ class Pictures(View):
         for row, path in enumerate(paths):
             sample.task.save(sample.whole(row), path)
         return paths
+
+
+def _check_picture(path: Path) -> None:
+    """Refuses what would take much memory, before it is read."""
+    try:
+        with Image.open(path, formats=("png", "jpeg", "webp", "bmp", "gif")) as picture:
+            pixels = picture.width * picture.height
+    except Exception as error:  # of every kind, on damaged files
+        raise ValueError(f"{path.name} is not a picture that can be read: {error}") from None
+    if pixels > MOST_PIXELS:
+        raise ValueError(f"{path.name} has {pixels:,} pixels: take one of at most {MOST_PIXELS:,}.")
 
 
 class Music(View):
@@ -159,6 +204,10 @@ class Sound(View):
             gr.Audio(label="Go on from this recording", type="filepath", elem_classes="upload"),
             gr.Slider(1, 60, 5, step=1, label="Seconds of it to keep"),
         ]
+
+    def prompt(self, task: Task, seed: int, *given: Any) -> Tokens:
+        task.check_file(Path(self.files[0]))  # whose codec may be missing: better now than in the end
+        return super().prompt(task, seed, *given)
 
     def show(self, sample: Sample) -> str:
         assert isinstance(sample.task, AudioTask)
