@@ -42,9 +42,10 @@ def shoot(page: Any, path: Path) -> None:
     page.locator(".go:visible").click()
     page.wait_for_selector(".files a:visible", timeout=120_000)
     page.locator(".compare:visible").click()
-    page.wait_for_timeout(2000)
-    page.wait_for_function("!document.querySelector('.generating')", timeout=120_000)
-    page.wait_for_timeout(1000)
+    rows, before = page.locator(".latents-table tr:visible"), -1
+    while rows.count() > before:  # the last takes longest
+        before = rows.count()
+        page.wait_for_timeout(15_000)
     page.screenshot(path=path, full_page=True)
 
 

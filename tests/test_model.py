@@ -412,7 +412,7 @@ def test_the_forward_pass_is_one_graph(settings: dict[str, Any]) -> None:
     tokens, given = draw(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     shapes = [(M, N), (M - 1, N), (M, 3), (3, 3), (N, N)]
-    for length, count in shapes if settings.get("positions") == "rotary" else shapes[:2]:
+    for length, count in shapes if settings.get("positions") == "rotary" else shapes[:1]:
         cut = None if given is None else given[:, :length]
         torch.testing.assert_close(
             compiled(tokens[:, :length], positions=cut, latents=count),

@@ -2,8 +2,8 @@
 
 import importlib.util
 import itertools
-import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.forked import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -139,18 +141,17 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_in_the_readme_run(tmp_path: Path) -> None:
+def test_the_commands_in_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 9, size=(20, 60)))
     (tmp_path / "books").mkdir()
     for name in ("one", "two", "three", "four"):
         (tmp_path / f"books/{name}.txt").write_text((ROOT / "README.md").read_text())
     commands = [line for line in blocks("sh")[1].splitlines() if line.startswith("perceiver-ar")]
     assert len(commands) == 12
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    monkeypatch.chdir(tmp_path)
     for command in commands:
         if "--weights" in command:
             shutil.copytree(tmp_path / "pieces", tmp_path / "more")
-        result = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        _, *args = shlex.split(command, comments=True)
+        result = run(*args)
         assert result.returncode == 0, (command, result.stderr)

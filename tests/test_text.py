@@ -416,8 +416,7 @@ def same(a: Path, b: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["unigram", "words"])
-def test_killed_at_random_moments_the_store_comes_out_the_same(tmp_path: Path, kind: str) -> None:
+def test_killed_at_random_moments_the_store_comes_out_the_same(tmp_path: Path) -> None:
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(1, 9))) for _ in range(1000)]
     source = tmp_path / "a"
@@ -426,7 +425,7 @@ def test_killed_at_random_moments_the_store_comes_out_the_same(tmp_path: Path, k
         lines = (" ".join(rng.choices(words, k=12)) for _ in range(20_000))
         (source / f"{index}.txt").write_text("\n".join(lines))
     code = "import perceiver_ar.corpus as c; c.PART = 1 << 16; from perceiver_ar.cli import main; main()"
-    options = ["--tokenizer", kind, "--vocab-size", "400", "--workers", "2"]
+    options = ["--tokenizer", "unigram", "--vocab-size", "400", "--workers", "2"]
     command = [sys.executable, "-c", code, "prepare", "text", str(source), *options, "--out"]
 
     def parts() -> int:

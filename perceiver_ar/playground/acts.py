@@ -114,9 +114,10 @@ class Acts:
 
     def stop(self, ticket: str) -> None:
         """Returns once what was stopped has ended; what has not begun then never will."""
-        self.stopped.append(ticket)
-        while ticket in self.running:
-            time.sleep(0.05)
+        if ticket:  # which programs, and those who drew nothing yet, do not have
+            self.stopped.append(ticket)
+            while ticket in self.running:
+                time.sleep(0.05)
 
     @contextmanager
     def _at_work(self, ticket: str) -> Generator[Callable[[], bool]]:

@@ -20,6 +20,7 @@ STYLE = """
 .strip { width: 100%; height: 8em; object-fit: fill; image-rendering: pixelated; border-radius: 6px; }
 .ends { display: flex; justify-content: space-between; font-size: 0.85em; opacity: 0.7; }
 .figures { width: 100%; border: 0 !important; border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.figures tr { border: 0 !important; }
 .figures td, .figures th { text-align: right; padding: 0.25em 0.75em; border: 0 !important;
   border-bottom: 1px solid rgba(128, 128, 128, 0.25) !important; }
 .figures .chosen { font-weight: 600; }

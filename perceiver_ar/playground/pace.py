@@ -13,7 +13,7 @@ from perceiver_ar.tasks.base import Task
 from perceiver_ar.timing import synchronize
 from perceiver_ar.windows import Tokens
 
-WARM, TIMED = 2, 12
+WARM, TIMED = 2, 24
 """Steps."""
 
 

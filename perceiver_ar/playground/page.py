@@ -109,7 +109,7 @@ def _latents(shown: Shown) -> Any:
         usual,
         step=1,
         label="Latents",
-        info=f"trained with {usual:,}; fewer are faster",
+        info=f"trained with {usual:,}",
         elem_classes="latents",
         visible=shown.perceives and len(tried) > 1,
     )
