@@ -422,7 +422,7 @@ def test_killed_at_random_moments_the_store_comes_out_the_same(tmp_path: Path) -
     source = tmp_path / "a"
     source.mkdir()
     for index in range(3):
-        lines = (" ".join(rng.choices(words, k=12)) for _ in range(20_000))
+        lines = (" ".join(rng.choices(words, k=12)) for _ in range(8_000))
         (source / f"{index}.txt").write_text("\n".join(lines))
     code = "import perceiver_ar.corpus as c; c.PART = 1 << 16; from perceiver_ar.cli import main; main()"
     options = ["--tokenizer", "unigram", "--vocab-size", "400", "--workers", "2"]
