@@ -159,15 +159,20 @@ def test_stop_works_at_once_and_keeps_what_there_is(page: Any, server: Server) -
     check_idle(server)
 
 
+def ask_for_much(browser: Any, server: Server) -> Any:
+    """A visitor's page, on which only the button is to be pressed."""
+    page = browser.new_page()
+    page.goto(server.url)
+    page.wait_for_selector(".go:visible")
+    choose(page, "music")
+    page.locator(".length:visible input[type=number]").fill("4096")
+    return page
+
+
 @needs_chromium
 def test_what_waits_can_be_stopped(browser: Any, server: Server) -> None:
     """Somebody else draws meanwhile, and goes on."""
-    first, second = browser.new_page(), browser.new_page()
-    for page in (first, second):
-        page.goto(server.url)
-        page.wait_for_selector(".go:visible")
-        choose(page, "music")
-        page.locator(".length:visible input[type=number]").fill("4096")
+    first, second = (ask_for_much(browser, server) for _ in range(2))
     first.locator(".go:visible").click()
     first.wait_for_selector("img.roll:visible")
     second.locator(".go:visible").click()
@@ -225,11 +230,7 @@ def check_idle(server: Server) -> None:
 
 @needs_chromium
 def test_one_who_leaves_is_not_computed_for(browser: Any, server: Server) -> None:
-    page = browser.new_page()
-    page.goto(server.url)
-    page.wait_for_selector(".go:visible")
-    choose(page, "music")
-    page.locator(".length:visible input[type=number]").fill("4096")
+    page = ask_for_much(browser, server)
     page.locator(".go:visible").click()
     page.wait_for_selector("img.roll:visible")
     page.close()
