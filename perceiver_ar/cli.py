@@ -445,7 +445,7 @@ def playground(
         port: Default: the first free one from 7860.
         share: Also give it a public address, through Gradio's servers, behind a password.
         password: Ask visitors for it. Default: none on this machine alone, else a new one, which is shown.
-        browser: Open the page.
+        browser: Open it in a browser; with --no-browser, only say where it is.
     """
     from perceiver_ar.extras import need
 
