@@ -103,6 +103,8 @@ class Server:
     """Notes each connection to another machine, and each file written outside of temporary folders."""
     seconds: float
     """Until it was ready."""
+    said: str
+    """Until then."""
 
     def memory(self) -> int:
         """Bytes."""
@@ -138,7 +140,7 @@ def served(folder: Path, *args: str) -> Iterator[Server]:
             if "is ready" in line:
                 break
         assert "is ready" in said[-1], "".join(said)
-        yield Server(said[-1].split()[0], process, outside, time.perf_counter() - began)
+        yield Server(said[-1].split()[0], process, outside, time.perf_counter() - began, "".join(said))
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -52,11 +52,7 @@ def picture(pixels: NDArray[np.uint8], words: str, kind: str = "canvas") -> str:
 
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png")
-    return embedded(file.getvalue(), words, kind)
-
-
-def embedded(png: bytes, words: str, kind: str = "canvas") -> str:
-    data = base64.b64encode(png).decode()
+    data = base64.b64encode(file.getvalue()).decode()
     return f'<img class="{kind}" alt="{escape(words)}" src="data:image/png;base64,{data}">'
 
 

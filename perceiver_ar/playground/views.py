@@ -1,6 +1,5 @@
 """How samples of a task are asked for and shown: as words, pictures or sound."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,11 +150,8 @@ class Pictures(View):
 
     def show(self, sample: Sample) -> str:
         assert isinstance(sample.task, ImageTask)
-        images = [sample.task.decode(sample.whole(row)) for row in range(len(sample.rows))]
-        columns = math.ceil(math.sqrt(len(images)))
-        images += [np.full_like(images[0], 255)] * (-len(images) % columns)
-        grid = [np.concatenate(images[i : i + columns], axis=1) for i in range(0, len(images), columns)]
-        return html.picture(np.concatenate(grid), "images drawn so far")
+        images = [sample.whole(row) for row in range(len(sample.rows))]
+        return html.picture(sample.task.sheet(images, border=0), "images drawn so far")
 
     def write(self, sample: Sample, folder: Path) -> list[Path]:
         paths = [folder / f"image-{row + 1}.png" for row in range(len(sample.rows))]

@@ -27,8 +27,6 @@ SPARE = 2
 """Rows of each position table before the first pixel's; BOS has the second of them."""
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 ARRAYS = (".npy", ".npz")
-LARGEST = 100_000_000
-"""Pixels of a picture: a small file can hold more than memory does."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +113,16 @@ class ImageTask(Task):
         need("PIL.Image", "image").fromarray(self.decode(tokens)).save(path)
 
     def save_all(self, samples: list[Tokens], path: Path) -> bool:
-        """A contact sheet."""
-        columns = math.ceil(math.sqrt(len(samples)))
-        cells = [np.pad(self.decode(tokens), ((1, 1), (1, 1), (0, 0))) for tokens in samples]
+        need("PIL.Image", "image").fromarray(self.sheet(samples, border=1)).save(path)
+        return True
+
+    def sheet(self, samples: list[Tokens], border: int) -> Pixels:
+        """Images side by side."""
+        columns, edge = math.ceil(math.sqrt(len(samples))), (border, border)
+        cells = [np.pad(self.decode(tokens), (edge, edge, (0, 0))) for tokens in samples]
         cells += [np.zeros_like(cells[0])] * (-len(cells) % columns)
         rows = [np.concatenate(cells[i : i + columns], axis=1) for i in range(0, len(cells), columns)]
-        need("PIL.Image", "image").fromarray(np.concatenate(rows)).save(path)
-        return True
+        return np.concatenate(rows)
 
 
 def read_picture(size: int, path: Path) -> Pixels:
@@ -129,8 +130,6 @@ def read_picture(size: int, path: Path) -> Pixels:
     image, operations = need("PIL.Image", "image"), need("PIL.ImageOps", "image")
     try:
         with image.open(path) as opened:
-            if opened.width * opened.height > LARGEST:
-                raise ValueError(f"it has more than {LARGEST:,} pixels")
             picture = operations.exif_transpose(opened)
             if picture.mode == "F":
                 raise ValueError("its pixels are no whole numbers")
