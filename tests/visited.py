@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,7 +101,7 @@ class Server:
     outside: Path
     """Notes each connection to another machine, and each file written outside of temporary folders."""
     seconds: float
-    """Until it was ready."""
+    """Of a processor until it was ready, so that what runs beside it does not count."""
     said: str
     """Until then."""
 
@@ -114,8 +113,12 @@ class Server:
 
     def worked(self) -> float:
         """Seconds of a processor so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return worked(self.process)
+
+
+def worked(process: subprocess.Popen[str]) -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -123,7 +126,6 @@ def served(folder: Path, *args: str) -> Iterator[Server]:
     outside = folder / "outside"
     settings = {"OUTSIDE": str(outside), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", WATCHED, "playground", *args, "--no-browser", "--device", "cpu"]
-    began = time.perf_counter()
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -140,7 +142,7 @@ def served(folder: Path, *args: str) -> Iterator[Server]:
             if "is ready" in line:
                 break
         assert "is ready" in said[-1], "".join(said)
-        yield Server(said[-1].split()[0], process, outside, time.perf_counter() - began, "".join(said))
+        yield Server(said[-1].split()[0], process, outside, worked(process), "".join(said))
     finally:
         process.send_signal(signal.SIGINT)
         try:
