@@ -465,6 +465,7 @@ def reproduce(
     out: Path | None = None,
     seeds: int = 1,
     cell: str | None = None,
+    jobs: int = 1,
     all: bool = False,
     report: bool = False,
     page: Path = Path("docs/reproduction.md"),
@@ -482,6 +483,8 @@ def reproduce(
         out: Folder for runs and results. Default: reproduction/NAME-SCALE.
         seeds: How often each training is done.
         cell: Run only this part.
+        jobs: Train so many models at a time, before any is evaluated or timed: small ones leave most of a GPU
+            idle.
         all: All of them, one after another.
         report: Run nothing, but collect what was found in one page; --out is then the folder of all results.
         page: That page.
@@ -505,6 +508,8 @@ def reproduce(
         raise ValueError("give a name or --all, not both.")
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, but is {seeds}.")
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, but is {jobs}.")
     if all and (data is not None or cell is not None or scale != "smoke"):
         raise ValueError("--all is for --scale smoke, and --report: others need data of their own each.")
     for study in studies.STUDIES.values() if name is None else [studies.get(name)]:
@@ -514,7 +519,7 @@ def reproduce(
         if scale == "paper" and cell is None:
             print(plan(study, bench))
             continue
-        results = studies.run(study, bench, cell, lambda line: print(line, file=sys.stderr, flush=True))
+        results = studies.run(study, bench, cell, lambda line: print(line, file=sys.stderr, flush=True), jobs)
         print(table([studies.Row(**row) for row in results["rows"]]))
 
 

@@ -16,6 +16,7 @@ import torch
 from perceiver_ar import ModelConfig, PerceiverAR
 from perceiver_ar.cli import main
 from perceiver_ar.reproduce import STUDIES, Bench, Row, caching, cells, get, run
+from perceiver_ar.reproduce.beside import learn_all
 from perceiver_ar.reproduce.materials import reordered
 from perceiver_ar.reproduce.page import plan, table, write_page
 from perceiver_ar.reproduce.study import Cell, Study, means
@@ -82,6 +83,38 @@ def test_what_one_cell_has_trained_another_takes(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 2  # contexts
 
 
+def test_trainings_side_by_side_find_what_they_find_one_by_one(tmp_path: Path) -> None:
+    found, said = [], list[str]()
+    for jobs in (1, 3):
+        bench = Bench("smoke", tmp_path / str(jobs), device="cpu")
+        rows = run(get("image-order"), bench, None, said.append, jobs)["rows"]
+        found.append([row["found"]["bits/dim"] for row in rows])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    trained = [line for line in said if line.startswith("trained")]
+    assert [line.split(":")[0] for line in trained] == [f"trained {count} of 4" for count in range(1, 5)]
+    logs = [log.read_text() for log in (tmp_path / "3/cells").glob("*/train.log")]
+    assert len(logs) == 4
+    assert all("step" in log for log in logs)
+
+
+def test_a_training_is_done_once_for_all_cells_that_share_it(tmp_path: Path) -> None:
+    bench = Bench("smoke", tmp_path, device="cpu")
+    first = get("copy-length").cells(bench)[0]
+    said: list[str] = []
+    learn_all(
+        "copy-length", bench, [replace(first, name="another"), first, counted("none", [])], 2, said.append
+    )
+    assert len(said) == 1
+
+
+def test_a_training_that_fails_beside_others_is_named(tmp_path: Path) -> None:
+    bench = Bench("smoke", tmp_path, device="cpu")
+    unknown = replace(get("copy-length").cells(bench)[0], name="unknown")
+    with pytest.raises(ValueError, match=r"training of unknown failed: .*unknown/train.log says why"):
+        learn_all("copy-length", bench, [unknown], 2, SAID.append)
+    assert "StopIteration" in (tmp_path / "cells/unknown/train.log").read_text()
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_each_study_has_a_plan_at_the_paper_s_size(name: str, tmp_path: Path) -> None:
     words = plan(get(name), Bench("paper", tmp_path, Path("store")))
@@ -106,7 +139,10 @@ def test_finished_cells_are_kept(tmp_path: Path) -> None:
         run(study_of(first, replace(second, work=interrupted)), bench, None, SAID.append)
     assert done == ["one"]
     assert json.loads((tmp_path / "results.json").read_text())["cells"] == "1 of 2"
+    results = json.loads((tmp_path / "results.json").read_text())
+    (tmp_path / "results.json").write_text(json.dumps({**results, "seconds": 5000.0}))
     results = run(study_of(first, second), bench, None, SAID.append)
+    assert 5000 < results["seconds"] < 5060  # earlier attempts count
     assert done == ["one", "three"]
     assert results["shown"] is True
     assert results["cells"] == "2 of 2"
@@ -393,6 +429,7 @@ def test_the_command_lists_plans_runs_and_reports(
         (("--all",), "--all is for --scale smoke"),
         (("maestro",), "maestro needs data"),
         (("copy-length", "--seeds", "0"), "at least 1"),
+        (("copy-length", "--jobs", "0"), "jobs must be at least 1"),
         (("copy-length", "--report"), "give no name"),
     ],
 )

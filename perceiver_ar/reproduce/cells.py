@@ -77,7 +77,8 @@ def trained(
     beside: the model gets the depth at which it takes as many steps a second as that one. documents: only
     so many of the validation split. counted: what must have been counted of that split.
     """
-    for seed in range(bench.seeds):
+
+    def cell(seed: int) -> Cell:
         chosen = replace(experiment, train=replace(experiment.train, seed=seed))
         settings = {
             "experiment": chosen.to_dict(),
@@ -87,11 +88,18 @@ def trained(
             "beside": None if beside is None else beside.to_dict(),
         }
 
-        def work(place: Path, chosen: Experiment = chosen, seed: int = seed) -> list[Row]:
+        def settled() -> tuple[Experiment, Path | None]:
             folder = data.find()
-            if beside is not None:
-                chosen = as_fast(chosen, beside, folder, bench)
-            found = finish(chosen, folder, bench)
+            return chosen if beside is None else as_fast(chosen, beside, folder, bench), folder
+
+        def where() -> Path:
+            return run_of(*settled(), bench)
+
+        def learn() -> None:
+            teach(*settled(), bench)
+
+        def work(place: Path) -> list[Row]:
+            found = finish(*settled(), bench)
             if chosen.train.compile:
                 compile_blocks(found.model)
             if documents is not None:
@@ -108,7 +116,9 @@ def trained(
             return rows
 
         check = partial(check_store, experiment, data, bench, counted)
-        yield Cell(named({**about, "seed": seed}), settings, work, hours(chosen), check)
+        return Cell(named({**about, "seed": seed}), settings, work, hours(chosen), check, where, learn)
+
+    return map(cell, range(bench.seeds))
 
 
 def named(about: About) -> str:
@@ -139,13 +149,24 @@ def check_store(experiment: Experiment, data: Data, bench: Bench, counted: str =
         raise ValueError(f"the {counted} of {bench.data} were not counted: prepare it from text.")
 
 
-def finish(experiment: Experiment, data: Path | None, bench: Bench) -> Trained:
-    """Trains, or goes on where it was, or takes what another cell has trained alike on the same data."""
+def run_of(experiment: Experiment, data: Path | None, bench: Bench) -> Path:
+    """Where a training is kept: that of another cell, if it is trained alike on the same data."""
     seal = None if data is None else Store.open(data).meta
-    run = bench.runs / digest({"experiment": experiment.to_dict(), "data": seal})[:16]
+    return bench.runs / digest({"experiment": experiment.to_dict(), "data": seal})[:16]
+
+
+def teach(experiment: Experiment, data: Path | None, bench: Bench) -> Path:
+    """Trains, or goes on where it was; the folder of the run."""
+    run = run_of(experiment, data, bench)
     result = train(experiment, data, run, resume=run.exists(), device=bench.device)
     if result["signal"] is not None:
         raise KeyboardInterrupt
+    return run
+
+
+def finish(experiment: Experiment, data: Path | None, bench: Bench) -> Trained:
+    """A trained model."""
+    run = teach(experiment, data, bench)
     model, task, _ = load(run, str(pick_device(bench.device)))
     source = open_source(task.name, task.to_dict(), data)
     return Trained(model, source.task, source.documents("validation"), experiment, run)
@@ -172,7 +193,7 @@ def _of_steps(config: AnyModelConfig, batch: int, bench: Bench) -> dict[str, Any
 
 def steps_a_second(config: AnyModelConfig, batch: int, bench: Bench) -> Found:
     """Of training, with its memory; None where that does not suffice. Timed once, and kept."""
-    kept = bench.folder / "speeds" / f"{digest(_of_steps(config, batch, bench))[:16]}.json"
+    kept = bench.runs.parent / "speeds" / f"{digest(_of_steps(config, batch, bench))[:16]}.json"
     if not kept.exists():
         found = _time_steps(config, batch, pick_device(bench.device))
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -94,7 +94,7 @@ def _by_latents(bench: Bench) -> list[Cell]:
         stands = {count: count for count in counts}
     else:
         size, latents = (32, 256) if bench.scale == "small" else (SIZE, 16)
-        fixed = _image(bench, size, 3 * size**2 + 1, latents, 5000)
+        fixed = _image(bench, size, 3 * size**2 + 1, latents, 3000)
         stands = {count * latents // 1024 or 1: count for count in PAPER_BITS}
     latents = fixed.model.latents
     varied = replace(fixed, train=replace(fixed.train, latents_drawn=(latents // 8, latents // 2, latents)))
@@ -142,7 +142,7 @@ def _by_order(bench: Bench) -> list[Cell]:
         else:
             size, latents = (32, 256) if bench.scale == "small" else (SIZE, 16)
             context = latents if reach == "short" else 3 * size**2 + 1
-            experiment = _image(bench, size, context, latents, 2500)
+            experiment = _image(bench, size, context, latents, 2000)
         about = {"context": experiment.model.context, "order": order}
         at = "" if bench.scale == "paper" else f"context {1024 if reach == 'short' else 12_289:,}, 64 x 64"
         ask = Ask(paper={"bits/dim": bits}, at=at)

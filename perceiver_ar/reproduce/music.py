@@ -101,7 +101,7 @@ def _dropout(bench: Bench) -> list[Cell]:
     data, train = store(bench, "music"), base.train
     if bench.scale == "small":
         base = replace(base, model=replace(base.model, context=2048, latents=1024))
-        data, train = part(bench, "music", 60), replace(train, steps=1500, batch_size=16)
+        data, train = part(bench, "music", 30), replace(train, steps=1500, batch_size=8)
     cells: list[Cell] = []
     for depth in {"paper": (12, 24, 48), "small": (4, 16), "smoke": (1, 2)}[bench.scale]:
         for kind in ("cross", "post-attention"):
@@ -171,8 +171,8 @@ STUDIES = [
         "appendix H, its two figures",
         "Cross-attend dropout helps less the deeper a model is, post-attention dropout more.",
         "MAESTRO v3, shares of 0, 0.5 and 0.75. Cross-attend dropout is varied at 0.5 after attention, "
-        "the other at 0.7 in the cross-attend. At `small` 60 pieces, depths of 4 and 16, 1,500 steps, 40 "
-        "validation pieces.",
+        "the other at 0.7 in the cross-attend. At `small` 30 pieces, depths of 4 and 16, 1,500 steps of 8 "
+        "sequences, 40 validation pieces.",
         _dropout,
         _depth_decides,
         ("dropout", "nats"),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from perceiver_ar.device import describe, pick_device
+from perceiver_ar.reproduce.beside import learn_all
 from perceiver_ar.sealed import digest, read_sealed, write_sealed, write_whole
 from perceiver_ar.store import Store
 
@@ -45,6 +46,10 @@ class Cell:
     """Of one GPU, roughly."""
     check: Callable[[], None] = lambda: None
     """Refuses what could not be run to its end."""
+    where: Callable[[], Path] | None = None
+    """Times what decides about its training, and says where that is kept."""
+    learn: Callable[[], None] = lambda: None
+    """Does that training, which others may go on beside."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,13 @@ class Study:
         return self.needs if isinstance(self.needs, str) else self.needs[scale]
 
 
-def run(study: Study, bench: Bench, only: str | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the cells that are not done yet, and writes what there is after each."""
+def run(
+    study: Study, bench: Bench, only: str | None, say: Callable[[str], None], jobs: int = 1
+) -> dict[str, Any]:
+    """Runs the cells that are not done yet, and writes what there is after each.
+
+    jobs: so many models are trained at a time, all before anything is evaluated or timed.
+    """
     if bench.scale != "smoke" and study.needs and bench.data is None:
         raise ValueError(f"{study.name} needs data: --data with {study.needs_at(bench.scale)}")
     cells = study.cells(bench)
@@ -116,12 +126,23 @@ def run(study: Study, bench: Bench, only: str | None, say: Callable[[str], None]
         if cell.name not in done:
             cell.check()
     say(f"{study.name} ({study.where}), {bench.scale}.\nThe claim: {study.claim}\nHow: {study.protocol}")
+    began = time.time() - _seconds(bench)
+    if jobs > 1:
+        learn_all(study.name, bench, [cell for cell in cells if cell.name not in done], jobs, say)
     for index, cell in enumerate(cells, 1):
         say(f"{index} of {len(cells)}: {cell.name}" + (": done before." if cell.name in done else ""))
         if cell.name not in done:
             do(cell, bench)
-            write_results(study, bench)
-    return write_results(study, bench)
+            write_results(study, bench, time.time() - began)
+    return write_results(study, bench, time.time() - began)
+
+
+def _seconds(bench: Bench) -> float:
+    """That earlier attempts took."""
+    try:
+        return float(json.loads((bench.folder / "results.json").read_text())["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):  # none, or damaged: it will be written anew
+        return 0.0
 
 
 def kept(cell: Cell, bench: Bench) -> Path:
@@ -144,14 +165,13 @@ def do(cell: Cell, bench: Bench) -> None:
     """Runs a cell and keeps what it found."""
     place = bench.folder / "cells" / cell.name
     place.mkdir(parents=True, exist_ok=True)
-    began = time.time()
     rows = cell.work(place)
-    about = {"settings": digest(cell.settings), "seconds": time.time() - began, **bench.machine}
+    about = {"settings": digest(cell.settings), **bench.machine}
     write_sealed(kept(cell, bench), {**about, "rows": [vars(row) for row in rows]})
 
 
-def write_results(study: Study, bench: Bench) -> dict[str, Any]:
-    """results.json, table.md and plot.png of the cells that are done."""
+def write_results(study: Study, bench: Bench, seconds: float) -> dict[str, Any]:
+    """results.json, table.md and plot.png of the cells that are done, and the seconds all of it took."""
     from perceiver_ar.reproduce.page import draw, table
 
     cells = study.cells(bench)
@@ -165,7 +185,7 @@ def write_results(study: Study, bench: Bench) -> dict[str, Any]:
         "whole": whole,
         "shown": study.shows(rows, bench.scale) if whole and bench.scale != "smoke" else None,
         "cells": f"{len(done)} of {len(cells)}",
-        "seconds": sum(cell["seconds"] for cell in done),
+        "seconds": seconds,
         "machines": sorted({f"{cell['device']}, torch {cell['torch']}" for cell in done}),
         "rows": [vars(row) for row in rows],
     }
