@@ -204,7 +204,7 @@ def evaluate(
     latents: int | None = None,
     stride: int | None = None,
     context: int | None = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     data: Path | None = None,
     plot: Path | None = None,
     compile: bool = False,
@@ -221,7 +221,7 @@ def evaluate(
         stride: Targets between windows; fewer give each more context. Default: half the latents; of
             Transformer-XL: none, but segments to which the memory is passed on.
         context: Most inputs of a window. Default: as many as the model takes.
-        batch_size: Windows at a time.
+        batch_size: Windows at a time. Default: as many as have 16,384 latents, and a million inputs.
         data: Another token store than the run was trained on.
         plot: Picture of the loss by position in the document.
         compile: Compile each block: on a GPU, faster after a minute's wait.

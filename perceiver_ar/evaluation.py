@@ -26,6 +26,8 @@ from perceiver_ar.store import Split
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window
 
+LATENTS, INPUTS = 2**14, 2**20
+"""Of a batch whose size is not given: what a small GPU holds, and a large one is busy with."""
 _BOUNDS = 512 << np.arange(40)
 Item = TypeVar("Item")
 
@@ -92,13 +94,14 @@ def evaluate(
     latents: int | None = None,
     stride: int | None = None,
     context: int | None = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Scores documents and reports the means.
 
-    latents and context, the most inputs of a window, default to the model's; stride to half the latents.
+    latents and context, the most inputs of a window, default to the model's; stride to half the latents;
+    batch_size to as many windows as have LATENTS and INPUTS together.
     Several ranks share the windows, and all report on all of them; progress is called in step.
     """
     ranks, totals = ranks or Ranks(), Totals()
@@ -122,7 +125,7 @@ def score(
     documents: Iterable[Document],
     latents: int | None,
     stride: int | None,
-    batch_size: int,
+    batch_size: int | None,
     context: int | None = None,
     ranks: Ranks | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None, list[Part]]]:
@@ -132,8 +135,6 @@ def score(
     different batches, but as many: some without parts, which count for nothing.
     """
     config: Any = model.config
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
     latents = config.check_latents(latents)
     reading_on = model if isinstance(model, TransformerXL) and stride is context is None else None
     stride = max(1, latents // 2) if stride is None else stride
@@ -142,6 +143,10 @@ def score(
     context = config.context if context is None else context
     if not 1 <= context <= config.context:
         raise ValueError(f"context must be from 1 to {config.context}, but is {context}.")
+    if batch_size is None:
+        batch_size = max(1, min(LATENTS // latents, INPUTS // context))
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
     training, before, ranks = model.training, None, ranks or Ranks()
     batches = (
         _in_segments(reading_on, task, documents, latents, batch_size, ranks)

@@ -27,12 +27,16 @@ def _find() -> bool:
 
 
 INSTALLED = _find()
+WORTH = 2**35
+"""Operations of a forward below which torch's kernels are better: calling this takes the host a millisecond."""
 
 
 def serves(q: Tensor, k: Tensor, visible: Tensor | None, own: bool) -> bool:
-    """Whether it can attend to such keys, of 16 bits on a GPU."""
-    queries, width = q.shape[2:]
-    if visible is not None and (own or not visible.shape[1] == queries < k.shape[2] or width > 64):
+    """Whether it can attend to such keys, of 16 bits on a GPU, and is the best that can."""
+    (rows, heads, queries, width), keys = q.shape, k.shape[2]
+    if visible is None and 4 * rows * heads * queries * width * (keys - queries // 2) < WORTH:
+        return False
+    if visible is not None and (own or not visible.shape[1] == queries < keys or width > 64):
         return False
     return (
         INSTALLED

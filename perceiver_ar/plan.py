@@ -43,7 +43,7 @@ _OPTIMIZER = 34
 """Bytes an update reads and writes a parameter."""
 _LOST = 1.07
 """How much longer a step takes than its parts: clocks fall under load, kernels start late."""
-_STARTED = 3.6e-3
+_STARTED = 1.55e-3
 """Seconds that the host takes to start a block's kernels, which is what the smallest models wait for."""
 _WORKSPACE = 80e6
 """Bytes that the libraries of products take for themselves."""

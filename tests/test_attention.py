@@ -141,15 +141,29 @@ NEEDS_FLASH4 = [pytest.mark.gpu, pytest.mark.skipif(not flash4.INSTALLED, reason
     ],
 )
 def test_flash_attention_4_equals_the_reference_with_gradients(
-    shape: tuple[int, int, int, int, int], compiled: bool
+    shape: tuple[int, int, int, int, int], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.compiler.reset()  # else the other shapes count towards what may be compiled again
+    monkeypatch.setattr(flash4, "WORTH", 0)
     for dtype, tolerance in ((torch.bfloat16, 0.06), (torch.float16, 0.01)):
         inputs = draw(shape, dtype, "cuda")
         assert attention._kernel(inputs[0], inputs[1], None, False, None) is flash4.attend
         kernel = torch.compile(flash4.attend, fullgraph=True, dynamic=False) if compiled else flash4.attend
         errors = differences(kernel, inputs, None, False)
         assert all(error < tolerance for error in errors), (dtype, errors)
+
+
+def test_flash_attention_4_is_called_where_there_is_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4, "INSTALLED", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for rows, queries, keys, wanted in (
+        (32, 1024, 1024, True),
+        (4, 1024, 1024, False),
+        (4, 1024, 131_072, True),
+        (4, 512, 4096, False),
+    ):
+        q, k = (torch.empty(rows, 16, places, 64, device="meta") for places in (queries, keys))
+        assert flash4.serves(q, k, None, False) is wanted
 
 
 @pytest.mark.gpu
@@ -168,8 +182,11 @@ def test_flash_attention_4_hides_keys(shape: tuple[int, int, int, int, int]) -> 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_FLASH4)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_what_lies_together_is_attended_to_as_what_lies_apart(device: str, turned: bool) -> None:
+def test_what_lies_together_is_attended_to_as_what_lies_apart(
+    device: str, turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(flash4, "WORTH", 0)
     dtype, tolerance = (torch.float64, 1e-6) if device == "cpu" else (torch.bfloat16, 0.06)
     turn = rotation(torch.arange(300, device=device)[None], 32, 0.5, 300.0) if turned else None
     qkv = torch.randn(2, 300, 3, 4, 32, dtype=dtype, device=device, requires_grad=True)

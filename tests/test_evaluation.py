@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from perceiver_ar import ModelConfig, PerceiverAR, evaluate
+from perceiver_ar import ModelConfig, PerceiverAR, evaluate, evaluation
 from perceiver_ar.baselines import TransformerXL
 from perceiver_ar.config import TransformerXLConfig
 from perceiver_ar.data import collate
@@ -74,6 +74,18 @@ def test_less_context_is_that_of_a_model_which_takes_no_more() -> None:
     for context in (0, M + 1):
         with pytest.raises(ValueError, match=f"context must be from 1 to {M}"):
             evaluate(model, TokensTask(), documents(), context=context)
+
+
+def test_by_default_as_many_windows_go_together_as_have_so_many_latents_and_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, whole = make(), documents()
+    monkeypatch.setattr(evaluation, "INPUTS", 5 * M)
+    for latents, most, rows in ((6, 18, 3), (3, 18, 5), (6, 5, 1)):
+        monkeypatch.setattr(evaluation, "LATENTS", most)
+        found = [len(parts) for _, _, parts in score(model, TokensTask(), whole, latents, 3, None)]
+        assert found[:-1] == [rows] * (len(found) - 1)
+        assert len(found) > 2
 
 
 @pytest.mark.parametrize("latents", [N, 3, 9])

@@ -69,7 +69,6 @@ def trained(
     more: More | None = None,
     beside: Experiment | None = None,
     documents: int | None = None,
-    batch_size: int = 32,
     counted: str = "",
 ) -> Iterator[Cell]:
     """Cells that train a model and ask it, one for each seed.
@@ -100,16 +99,12 @@ def trained(
 
         def work(place: Path) -> list[Row]:
             found = finish(*settled(), bench)
-            if chosen.train.compile:
-                compile_blocks(found.model)
             if documents is not None:
                 few = [found.documents[i] for i in range(min(documents, len(found.documents)))]
                 found = replace(found, documents=few)
             rows = []
             for ask in asks:
-                report = evaluate(
-                    found.model, found.task, found.documents, batch_size=batch_size, **ask.settings
-                )
+                report = evaluate(found.model, found.task, found.documents, **ask.settings)
                 values: Found = {label: of(report) for label, of in figures.items()}
                 values |= more(found, ask, place) if more is not None else {}
                 rows.append(Row({**about, **ask.about, "seed": seed}, values, ask.paper, ask.at))
@@ -202,6 +197,7 @@ def steps_a_second(config: AnyModelConfig, batch: int, bench: Bench) -> Found:
 
 
 def _time_steps(config: AnyModelConfig, batch: int, device: torch.device) -> Found:
+    torch.compiler.reset()  # what was compiled for models that are gone is in the way of this one
     forget_peak(device)
     try:
         model = build(config).to(device).train()

@@ -54,7 +54,6 @@ def _length(bench: Bench) -> list[Cell]:
             bench,
             ACCURACY,
             [Ask(paper=paper.get(length, {}))],
-            batch_size=4,
         )
     ]
 
