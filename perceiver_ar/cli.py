@@ -312,6 +312,23 @@ def export(run: Run, folder: Annotated[Path, tyro.conf.Positional], license: str
     print(f"{folder}: AutoModelForCausalLM.from_pretrained reads it, and so do our own commands.")
 
 
+@app.command(name="pack")
+def pack(run: Run, folder: Annotated[Path, tyro.conf.Positional], bits: int = 6) -> None:
+    """Write a run's model with few bits a weight, to send along: all commands read it.
+
+    Args:
+        run: Folder of a run.
+        folder: A new folder.
+        bits: Of each weight: 2 to 8. `evaluate FOLDER --data STORE` tells what they cost.
+    """
+    from perceiver_ar.pretrained import WEIGHTS
+    from perceiver_ar.run import model_folder, pack
+
+    pack(run, folder, bits)
+    before, after = ((place / WEIGHTS).stat().st_size / 1e6 for place in (model_folder(run), folder))
+    print(f"{folder}: {after:,.1f} MB instead of {before:,.1f}.")
+
+
 @app.command(name="score")
 def score(
     run: Run,
@@ -354,6 +371,7 @@ def generate(
     prompt_file: Path | None = None,
     keep: int | None = None,
     tokens: int | None = None,
+    seconds: float | None = None,
     samples: int = 1,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -376,6 +394,7 @@ def generate(
         keep: How much of that file: tokens of text, seconds of sound, rows of an image. Default: all, or half
             an image.
         tokens: How many to draw at most. Default: what the task makes of it.
+        seconds: Draw music or sound that lasts so long.
         samples: How many to draw at once, all different.
         temperature: Below 1 for likelier tokens, 0 for the likeliest.
         top_k: Draw from the k likeliest only.
@@ -385,7 +404,7 @@ def generate(
         latents: How many to use at most. Default: as many as in training.
         seed: Another seed gives other samples.
         int8: Keep the weights of the blocks in eight bits: half the memory.
-        out: File to write to; several samples are numbered.
+        out: File to write to; several samples are numbered. Of music, without .mid, .wav or .png: all three.
     """
     from perceiver_ar.device import best_dtype
     from perceiver_ar.distributed import join, leave
@@ -420,7 +439,9 @@ def generate(
         "seed": seed,
     }
     with Watch(ranks, PATIENCE) as watch:
-        report = draw(model, task, given, tokens, samples, out, as_json, ranks, watch.beat, **settings)
+        report = draw(
+            model, task, given, tokens, seconds, samples, out, as_json, ranks, watch.beat, **settings
+        )
     leave()
     if as_json and ranks.leads:
         print(json.dumps(report))

@@ -1,9 +1,10 @@
 """Generation for a person: text as it is drawn, a bar for anything else, files, and the rate."""
 
+import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def draw(
     task: Task,
     prompt: Tokens,
     count: int | None,
+    lasting: float | None,
     samples: int,
     out: Path | None,
     quiet: bool,
@@ -33,7 +35,8 @@ def draw(
 ) -> dict[str, Any]:
     """Draws so many samples at once, shows or writes them, and reports them with the rate.
 
-    Several ranks share the samples; the first shows and writes them. beat is called for every token.
+    lasting: so many seconds of what sounds, instead of so many tokens. Several ranks share the samples;
+    the first shows and writes them. beat is called for every token.
     """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, but is {samples}.")
@@ -43,28 +46,31 @@ def draw(
         task.check_file(out)
     elif task.speller() is None:
         raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
-    count = usual_count(model, task, prompt) if count is None else count
+    lasts = None if lasting is None else Lasting(task, lasting)
+    usual = task.count(prompt) if lasting is None else task.count_for(lasting)
+    count = most(model, prompt, usual) if count is None else count
     began = time.perf_counter()
     here, quiet = ranks.rows(samples), quiet or not ranks.leads
     drawing = map(_heard(beat), follow(model, task, prompt, count, here, **settings))
     if samples == 1 and out is None and not quiet:
         rows = [_typed(drawing, task, prompt)]
     else:
-        rows = _counted(drawing, count, quiet)
+        rows = _counted(drawing, count, lasts, quiet)
     rows = [row for found in ranks.gather(rows) for row in found]
     seconds = time.perf_counter() - began
     texts = [_text(task, prompt, row) for row in rows]
-    if out is None:
-        files, together = [None] * samples, None
-    else:
+    files: list[list[str]] = [[] for _ in rows]
+    together = None
+    if out is not None:
         files, together = ranks.first(lambda: _save(task, prompt, rows, out))
     if not quiet:
-        _tell(texts, [*files, *([together] if together else [])], seconds, sum(map(len, rows)))
+        written = [*itertools.chain(*files), *([together] if together else [])]
+        _tell(texts, written, seconds, sum(map(len, rows)))
     return {
         "prompt": prompt.tolist(),
         "samples": [
-            {"tokens": row.tolist(), "text": text, "file": file}
-            for row, text, file in zip(rows, texts, files, strict=True)
+            {"tokens": row.tolist(), "text": text, "file": next(iter(places), None), "files": places}
+            for row, text, places in zip(rows, texts, files, strict=True)
         ],
         "together": together,
         "tokens": sum(map(len, rows)),
@@ -73,12 +79,29 @@ def draw(
     }
 
 
-def usual_count(model: Decoder, task: Task, prompt: Tokens) -> int:
-    """As many as the task likes, and the model can."""
-    count, config = task.count(prompt), model.config
-    if config.has_no_end:
-        return count
-    return max(1, min(count, config.context - len(prompt) + 1))
+def most(model: Decoder, prompt: Tokens, count: int) -> int:
+    """So many, or as many as the model can."""
+    config = model.config
+    return count if config.has_no_end else max(1, min(count, config.context - len(prompt) + 1))
+
+
+class Lasting:
+    """Samples until each lasts so many seconds."""
+
+    def __init__(self, task: Task, seconds: float) -> None:
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"--seconds must be above 0, but is {seconds}.")
+        self.task, self.wanted, self.passed = task, seconds, np.zeros(1)
+
+    def add(self, token: Tokens) -> float:
+        """One more token of each sample; the seconds of the shortest."""
+        self.passed = self.passed + self.task.seconds(token)
+        return float(self.passed.min())
+
+    def cut(self, row: Tokens) -> Tokens:
+        """A sample without what came after its end."""
+        enough = np.cumsum(self.task.seconds(row)) >= self.wanted
+        return row[: int(enough.argmax()) + 1] if enough.any() else row
 
 
 def _text(task: Task, prompt: Tokens, row: Tokens) -> str | None:
@@ -131,32 +154,41 @@ def _typed(drawing: Iterator[Tokens], task: Task, prompt: Tokens) -> Tokens:
     return np.array(row)
 
 
-def _counted(drawing: Iterator[Tokens], count: int, quiet: bool) -> list[Tokens]:
+def _counted(drawing: Iterator[Tokens], count: int, lasts: Lasting | None, quiet: bool) -> list[Tokens]:
     """Moves a bar, and gives each sample up to its end."""
     steps = []
     with progress_bar(not quiet, "drawing") as progress:
         for token in drawing:
             steps.append(token)
-            progress(len(steps), count)
-    return [row[row != PAD] for row in np.stack(steps, axis=1)] if steps else []
+            if lasts is None:
+                progress(len(steps), count)
+                continue
+            passed = min(lasts.wanted, lasts.add(token))
+            progress(int(1000 * passed), int(1000 * lasts.wanted))
+            if passed == lasts.wanted:
+                break
+    rows = [row[row != PAD] for row in np.stack(steps, axis=1)] if steps else []
+    return rows if lasts is None else list(map(lasts.cut, rows))
 
 
-def _save(task: Task, prompt: Tokens, rows: list[Tokens], out: Path) -> tuple[list[str], str | None]:
+def _save(task: Task, prompt: Tokens, rows: list[Tokens], out: Path) -> tuple[list[list[str]], str | None]:
     """Prompt and sample, one file each: out itself, or out-1, out-2 ...; then perhaps all in out."""
     numbered = [out.with_stem(f"{out.stem}-{index + 1}") for index in range(len(rows))]
     paths = [out] if len(rows) == 1 else numbered
     samples = [np.concatenate((prompt, row)) for row in rows]
-    for sample, path in zip(samples, paths, strict=True):
-        task.save(sample, path)
+    files = [task.files_of(path) for path in paths]
+    for sample, places in zip(samples, files, strict=True):
+        for place in places:
+            task.save(sample, place)
     together = len(rows) > 1 and task.save_all(samples, out)
-    return [str(path) for path in paths], str(out) if together else None
+    return [list(map(str, places)) for places in files], str(out) if together else None
 
 
-def _tell(texts: list[str | None], files: list[Any], seconds: float, tokens: int) -> None:
+def _tell(texts: list[str | None], files: list[str], seconds: float, tokens: int) -> None:
     """Where the samples are, or the samples themselves, unless they have been shown; then the rate."""
-    for index, (text, file) in enumerate(zip_longest(texts, files), 1):
-        if file is not None:
-            print(file)
-        elif len(texts) > 1:
+    for file in files:
+        print(file)
+    if not files and len(texts) > 1:
+        for index, text in enumerate(texts, 1):
             print(f"[{index}] {text}")
     print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} a second", file=sys.stderr)

@@ -28,7 +28,7 @@ def _find() -> bool:
 
 INSTALLED = _find()
 WORTH = 2**35
-"""Operations of a forward below which torch's kernels are better: calling this takes the host a millisecond."""
+"""Operations below which torch's kernels are better: it takes the host a millisecond to call this one."""
 
 
 def serves(q: Tensor, k: Tensor, visible: Tensor | None, own: bool) -> bool:

@@ -55,7 +55,7 @@ def write_model(job: Job, run: State) -> None:
         with torch.device("meta"):
             model = build(job.experiment.model)
         model.load_state_dict(weights, assign=True)
-        export(job.folder, model, job.experiment, job.source.task, job.data)
+        export(job.folder / "model", model, job.experiment, job.source.task, job.data)
 
     job.ranks.first(write)
 

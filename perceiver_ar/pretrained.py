@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from perceiver_ar.config import FORMAT_VERSION
+from perceiver_ar.packed import pack, unpack
 from perceiver_ar.strict import Config
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, BITS = "config.json", "model.safetensors", "bits"
 _WRAPPED = "model."
 """What names of weights begin with where transformers wrote them."""
 
@@ -52,8 +53,7 @@ class Pretrained(
         with torch.device("meta"):
             model = cls(cls.read_config(folder))
         try:
-            check_types(folder / WEIGHTS)
-            weights = load_file(folder / WEIGHTS, device=str(map_location))
+            weights = load_weights(folder / WEIGHTS, model, str(map_location))
             if all(name.startswith(_WRAPPED) for name in weights):  # as interop/causal_lm.py saves them
                 weights = {name.removeprefix(_WRAPPED): tensor for name, tensor in weights.items()}
             model.load_state_dict(weights, assign=True)
@@ -88,6 +88,25 @@ class Pretrained(
             names = {f.name for f in fields(cls.config_class)}
             data = {name: value for name, value in data.items() if name in names}
         return cls.config_class.from_dict(data)
+
+
+def load_weights(path: Path, model: nn.Module, device: str) -> dict[str, torch.Tensor]:
+    """As they were saved, or packed."""
+    with safe_open(path, framework="pt") as file:
+        bits = (file.metadata() or {}).get(BITS)
+    if bits is None:
+        check_types(path)
+        return load_file(path, device=device)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    weights = unpack(load_file(path), int(bits), shapes)
+    return {name: tensor.to(device) for name, tensor in weights.items()}
+
+
+def save_packed(model: "Pretrained", folder: Path, bits: int) -> None:
+    """As save_pretrained does, but with so many bits a weight."""
+    weights = pack(model.state_dict(), bits)
+    model.save_pretrained(folder)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt", BITS: str(bits)})
 
 
 def check_types(path: Path) -> None:

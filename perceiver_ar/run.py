@@ -17,9 +17,9 @@ from perceiver_ar.config import Experiment
 from perceiver_ar.data import Crops, Mixture
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.evaluation import Documents
-from perceiver_ar.pretrained import WEIGHTS, Pretrained
+from perceiver_ar.pretrained import WEIGHTS, Pretrained, save_packed
 from perceiver_ar.sealed import Damaged, check_version, digest, file_digest, read_sealed, write_sealed
-from perceiver_ar.store import Store
+from perceiver_ar.store import Store, check_new
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Examples
 
@@ -203,28 +203,49 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def export(folder: Path, model: Pretrained, experiment: Experiment, task: Task, data: Data) -> None:
-    """Writes model/: weights and config, and beside them the experiment and the files of its task."""
+def export(
+    folder: Path, model: Pretrained, experiment: Experiment, task: Task, data: Data, bits: int | None = None
+) -> None:
+    """Writes a model folder: weights and config, and beside them the experiment and the files of its task.
+
+    bits: of each weight, if they are packed.
+    """
 
     def write(beside: Path) -> None:
-        model.save_pretrained(beside)
+        if bits is None:
+            model.save_pretrained(beside)
+        else:
+            save_packed(model, beside, bits)
         for name, content in task.files().items():
             (beside / name).write_bytes(content)
         about = {"experiment": experiment.to_dict(), "data": data, "sha256": file_digest(beside / WEIGHTS)}
         write_sealed(beside / "experiment.json", about)
 
-    write_folder(folder / "model", write)
+    write_folder(folder, write)
 
 
 def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
     """The model of a run folder, or of its model/ alone; its task; and where its data were."""
+    model, task, about = load_with(run, device)
+    return model, task, about["data"]
+
+
+def load_with(run: str | Path, device: str) -> tuple[Decoder, Task, dict[str, Any]]:
+    """The model, its task, and all that is recorded of it."""
     inner = model_folder(run)
     about = read_sealed(inner / "experiment.json")
     if file_digest(inner / WEIGHTS) != about["sha256"]:
         raise Damaged(f"{inner / WEIGHTS} is damaged, or was changed.")
     model = load_model(inner, device)
     experiment = Experiment.from_dict(about["experiment"])
-    return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]
+    return model, tasks.get(experiment.task, experiment.options).at(inner), about
+
+
+def pack(run: str | Path, folder: Path, bits: int) -> None:
+    """Writes a run's model alone, of so many bits a weight, and without saying where its data were."""
+    model, task, about = load_with(run, "cpu")
+    check_new(folder)
+    export(folder, model, Experiment.from_dict(about["experiment"]), task, None, bits)
 
 
 def model_folder(run: str | Path) -> Path:

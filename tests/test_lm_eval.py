@@ -55,7 +55,7 @@ def make_run(folder: Path, tokenizer: Any = "bytes", **settings: Any) -> tuple[P
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    export(folder / "run", model, experiment, task, {str(store.folder): 1.0})
+    export(folder / "run/model", model, experiment, task, {str(store.folder): 1.0})
     return folder / "run", store.folder
 
 
@@ -197,7 +197,7 @@ def test_a_run_on_something_else_is_refused(tmp_path: Path) -> None:
     config = replace(experiment.model, channels=16, heads=2, layers=1)
     model = PerceiverAR(config)
     task = CopyTask(**experiment.options)
-    export(tmp_path / "run", model, replace(experiment, model=config), task, None)
+    export(tmp_path / "run/model", model, replace(experiment, model=config), task, None)
     with pytest.raises(ValueError, match="must be a run on text, but its task is copy"):
         PerceiverARLM(str(tmp_path / "run"), device="cpu")
     with pytest.raises(ValueError, match="batch_size must be a whole number, but is auto"):

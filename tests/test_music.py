@@ -1,6 +1,8 @@
 """Music: events as note-seq makes them, and back; pieces that are moved and stretched; damaged files."""
 
+import json
 import wave
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perceiver_ar import midi
+from perceiver_ar import ModelConfig, PerceiverAR, midi, presets
 from perceiver_ar.midi import EVENTS, Notes, decode, encode, encode_midi, fold_pedal, quantize
+from perceiver_ar.run import export
 from perceiver_ar.store import Store
+from perceiver_ar.tasks.audio import AudioTask
 from perceiver_ar.tasks.base import BOS, FIRST
+from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.music import MusicTask, prepare, stretched, transposed
 from tests.forked import run
 from tests.mutants import outcomes
@@ -282,3 +287,38 @@ def test_damaged_files_never_take_the_process_with_them(tmp_path: Path) -> None:
     assert sum(counts.values()) == 300
     assert sum(times for what, times in counts.items() if "ValueError" in what) > 50
     assert {what.split(": ")[1] for what in counts} <= {"read", "ValueError", "Lost"}
+
+
+def test_music_of_so_many_seconds_is_composed_played_and_drawn(tmp_path: Path) -> None:
+    config = ModelConfig(EVENTS + FIRST, 64, 32, channels=16, heads=2, layers=1)
+    experiment = replace(presets.get("maestro-v3"), model=config, options={})
+    export(tmp_path / "run/model", PerceiverAR(config), experiment, MusicTask(), None)
+    folder, out = str(tmp_path / "run"), str(tmp_path / "piece")
+    drawn = run("generate", folder, "--seconds", "3", "--samples", "2", "--out", out, "--json")
+    assert drawn.returncode == 0, drawn.stderr
+    report = json.loads(drawn.stdout)
+    for number, sample in enumerate(report["samples"], 1):
+        assert sample["files"] == [f"{out}-{number}{suffix}" for suffix in (".mid", ".wav", ".png")]
+        assert sample["file"] == sample["files"][0]
+        assert all(Path(file).exists() for file in sample["files"])
+        lasting = MusicTask().seconds(np.array(sample["tokens"])).cumsum()
+        assert lasting[-1] >= 3 > lasting[-2]  # and not an event more
+        with wave.open(f"{out}-{number}.wav") as sound:
+            assert 2 < sound.getnframes() / sound.getframerate() < 12
+    written = run("generate", folder, "--seconds", "3", "--out", f"{out}.mid")
+    assert written.stdout.split() == [f"{out}.mid"]
+    for wrong, sentence in (
+        (("--seconds", "0"), "--seconds must be above 0, but is 0"),
+        (("--seconds", "nan"), "--seconds must be above 0"),
+        (("--out", f"{out}.txt"), "or without any of these to three"),
+    ):
+        result = run("generate", folder, "--out", out, *wrong)
+        assert result.returncode == 2
+        assert sentence in result.stderr
+
+
+def test_only_what_sounds_lasts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the task copy draws does not sound: give --tokens"):
+        CopyTask(length=32).count_for(3.0)
+    audio = AudioTask(levels=4, codes=16)
+    assert audio.seconds(np.zeros(audio.count_for(2.5))).sum() == pytest.approx(2.5, abs=0.01)

@@ -122,8 +122,13 @@ class AudioTask(Task):
         return self.encode(read_alone(work, path, LONGEST))
 
     def count(self, prompt: Tokens) -> int:
-        """Five seconds."""
-        return round(5 * self.frame_rate) * self.levels
+        return self.count_for(5.0)
+
+    def count_for(self, seconds: float) -> int:
+        return max(1, round(seconds * self.frame_rate)) * self.levels
+
+    def seconds(self, tokens: Tokens) -> NDArray[np.float64]:
+        return np.full(tokens.shape, 1 / self.levels / self.frame_rate)
 
     def check_file(self, path: Path) -> None:
         if path.suffix not in WRITERS:

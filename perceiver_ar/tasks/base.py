@@ -95,6 +95,14 @@ class Task(Config):
         """How many tokens to draw after a prompt where that is not said."""
         return 500
 
+    def count_for(self, seconds: float) -> int:
+        """How many tokens last so long, at most."""
+        raise ValueError(f"what the task {self.name} draws does not sound: give --tokens, not --seconds.")
+
+    def seconds(self, tokens: Tokens) -> NDArray[np.float64]:
+        """How long each token lasts."""
+        return np.zeros(tokens.shape)
+
     def allowed(self, place: int, vocab_size: int) -> NDArray[np.bool_]:
         """Which tokens may be drawn for a place in a document."""
         allowed = np.ones(vocab_size, dtype=bool)
@@ -107,6 +115,10 @@ class Task(Config):
 
     def check_file(self, path: Path) -> None:
         """Refuses a file that what is drawn could not be written to."""
+
+    def files_of(self, path: Path) -> list[Path]:
+        """What is written where that is asked for: several files, where it has no suffix to say which."""
+        return [path]
 
     def save(self, tokens: Tokens, path: Path) -> None:
         """Writes what was drawn to a file: as text, if it is."""

@@ -65,9 +65,23 @@ class MusicTask(Task):
     def count(self, prompt: Tokens) -> int:
         return 1024
 
+    def count_for(self, seconds: float) -> int:
+        """More than any music has; so that what never lets time pass comes to an end."""
+        return math.ceil(400 * seconds)
+
+    def seconds(self, tokens: Tokens) -> NDArray[np.float64]:
+        events = tokens.astype(np.int64) - FIRST
+        return np.where(_is_shift(events), (events - SHIFT + 1) / STEPS, 0.0)
+
     def check_file(self, path: Path) -> None:
-        if path.suffix not in WRITERS:
-            raise ValueError(f"music is written to {', '.join(WRITERS)}, not to {path}.")
+        if path.suffix and path.suffix not in WRITERS:
+            raise ValueError(
+                f"music is written to {', '.join(WRITERS)}, or without any of these to three, not to {path}."
+            )
+
+    def files_of(self, path: Path) -> list[Path]:
+        """Without a suffix, to be played, heard and seen."""
+        return [path] if path.suffix else [path.with_suffix(suffix) for suffix in (".mid", ".wav", ".png")]
 
     def save(self, tokens: Tokens, path: Path) -> None:
         WRITERS[path.suffix](midi.decode(tokens[tokens >= FIRST] - FIRST), path)

@@ -1,0 +1,44 @@
+"""Weights of a few bits: a matrix as whole numbers and a scale a row, so that a model can be sent along."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SCALE = ".scale"
+"""What the names of scales end with."""
+BITS = range(2, 9)
+
+
+def pack(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """Matrices as bytes in which such numbers follow one another, and their scales; all else in float32."""
+    if bits not in BITS:
+        raise ValueError(f"weights can have from {BITS[0]} to {BITS[-1]} bits, not {bits}.")
+    packed: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if weight.dim() < 2:
+            packed[name] = weight.float()
+            continue
+        matrix, most = weight.float().flatten(1), 2 ** (bits - 1) - 1
+        scale = (matrix.abs().amax(1, keepdim=True) / most).half().float().clamp(min=2.0**-24)
+        whole = (matrix / scale).round().clamp(-most, most) + most
+        spelled = np.unpackbits(whole.byte().cpu().numpy().reshape(-1, 1), axis=1)[:, -bits:]
+        packed[name] = torch.from_numpy(np.packbits(spelled))
+        packed[name + SCALE] = scale.squeeze(1).half()
+    return packed
+
+
+def unpack(packed: Mapping[str, Tensor], bits: int, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Weights of these shapes, in float32. What does not fit is left as it is, for who loads them to name."""
+    weights = {name: tensor for name, tensor in packed.items() if not name.endswith(SCALE)}
+    for name, shape in shapes.items():
+        scale, size = packed.get(name + SCALE), shape.numel()
+        if scale is None or name not in weights or weights[name].numel() != -(-size * bits // 8):
+            continue
+        spelled = np.unpackbits(weights[name].cpu().numpy(), count=size * bits).reshape(-1, bits)
+        lead = np.zeros((len(spelled), 8 - bits), dtype=np.uint8)
+        whole = torch.from_numpy(np.packbits(np.hstack((lead, spelled)), axis=1)).view(len(scale), -1)
+        matrix = (whole.float() - (2 ** (bits - 1) - 1)) * scale.float().cpu()[:, None]
+        weights[name] = matrix.view(shape)
+    return weights
