@@ -80,7 +80,7 @@ def make_run(run: Path, name: str, options: dict[str, Any], config: Any) -> Path
         task, data = task.at(run), {str(run.with_name("store")): 1.0}
     experiment = replace(presets.get("tiny"), name=name, task=name, model=config, options=options)
     run.mkdir()
-    export(run, build(config), experiment, task, data)
+    export(run / "model", build(config), experiment, task, data)
     if name == "text":
         write_sealed(run / "config.json", {"experiment": experiment.to_dict(), "data": data})
         log(run, 10)
