@@ -322,8 +322,10 @@ class TrainConfig(Config):
     micro_batch_size: int | None = None
     """Sequences that a process computes at once. Default: its share of the batch; of a process alone,
     halved by itself until it fits into memory."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: AdamW for embeddings, biases and layer norms alone; linear maps get orthogonal steps."""
     learning_rate: float = 3e-4
-    """Adam's peak learning rate."""
+    """The peak learning rate."""
     warmup_steps: int = 10_000
     """Steps of linear warm-up."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -335,7 +337,7 @@ class TrainConfig(Config):
     epsilon: float = 1e-8
     """Adam's."""
     weight_decay: float = 0.0
-    """AdamW's, on matrices only."""
+    """Of matrices only."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient."""
     z_loss: float = 1e-4
@@ -389,6 +391,10 @@ class TrainConfig(Config):
         require(self.learning_rate > 0, "learning_rate must be above 0.")
         require(self.clip_norm > 0, "clip_norm must be above 0.")
         require(self.context_parallel >= 1, "context_parallel must be at least 1.")
+        require(
+            self.optimizer == "adamw" or self.parallel == "ddp",
+            "muon needs whole matrices: set parallel to ddp.",
+        )
         require(0 < self.timeout_minutes <= 10_000, "timeout_minutes must be above 0 and at most 10,000.")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas must be two numbers below 1."

@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from perceiver_ar.config import TrainConfig
 from perceiver_ar.distributed import Ranks
+from perceiver_ar.layers import Linear
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
-    """AdamW, decaying matrices alone: biases and layer norms keep their size."""
+    """AdamW, decaying matrices alone: biases and layer norms keep their size. Or Muon, for linear maps."""
+    maps = [m.weight for m in model.modules() if isinstance(m, Linear)] if config.optimizer == "muon" else []
+    others = [p for p in model.parameters() if id(p) not in set(map(id, maps))]
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = next(model.parameters()).device.type == "cuda"
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.epsilon}
@@ -23,14 +26,37 @@ def make_optimizer(model: nn.Module, config: TrainConfig, ranks: Ranks) -> torch
         from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a while to import
 
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, fused=fused, **settings)
-    return torch.optim.AdamW(groups, fused=fused, **settings)
+    rest = torch.optim.AdamW(groups, fused=fused, **settings)
+    if not maps:
+        return rest
+    # As large as AdamW's on the whole, so that the same learning rates and decays do.
+    muon = torch.optim.Muon(maps, config.learning_rate, config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return Both(muon, rest)
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers of different parameters as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.parts, self.param_groups = parts, groups
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> Any:
+        for part in self.parts:
+            part.step()
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's state as the first step would begin it, to be filled from a checkpoint."""
+    """The state as the first step would begin it, to be filled from a checkpoint."""
     local = local_part(optimizer)
     for group in local.param_groups:
         for parameter in group["params"]:
+            if "momentum" in group:  # Muon's
+                local.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+                continue
             zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             step = torch.zeros((), device=parameter.device if group["fused"] else None)
             local.state[parameter] = {"step": step, **zeros}

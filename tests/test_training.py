@@ -28,6 +28,7 @@ from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, pres
 from perceiver_ar.checkpoint import checkpoints, pack
 from perceiver_ar.data import Crops
 from perceiver_ar.distributed import Ranks
+from perceiver_ar.layers import Linear
 from perceiver_ar.optim import begin_state, learning_rate
 from perceiver_ar.run import kept_from_others, open_source
 from perceiver_ar.sealed import Damaged, file_digest, read_sealed, write_sealed
@@ -323,6 +324,44 @@ def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
     run = make_state(small(ema=0.9), source, torch.device("cpu"), None, Ranks())
     with pytest.raises(Damaged, match=r"step-00000003 lacks average\.cross_attend"):
         run.restore(reading.newest(tmp_path / "run"))
+
+
+def test_muon_steps_linear_maps_alone_and_orthogonally() -> None:
+    after = {}
+    for kind in ("adamw", "muon"):
+        source = open_source("copy", {"length": 16}, None)
+        run = make_state(small(optimizer=kind), source, torch.device("cpu"), None, Ranks())
+        before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+        random = torch.Generator().manual_seed(0)
+        for parameter in run.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+        for group in run.optimizer.param_groups:
+            group["lr"] = 0.01
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+        after[kind] = {name: (w - before[name]).detach() for name, w in run.model.named_parameters()}
+    maps = {f"{name}.weight" for name, module in run.model.named_modules() if type(module) is Linear}
+    assert "self_attends.0.mlp.widen.weight" in maps
+    for name, step in after["muon"].items():
+        if name not in maps:
+            assert torch.equal(step, after["adamw"][name])
+            continue
+        found = torch.linalg.svdvals(step) / 0.01 / (0.2 * math.sqrt(max(step.shape)))
+        assert 0.6 < found.median() < 1.3
+        assert found.max() < 1.4
+        assert 0.5 < step.norm() / after["adamw"][name].norm() < 2  # as large on the whole
+
+
+def test_a_run_by_muon_is_resumed_bit_for_bit_and_needs_whole_matrices(tmp_path: Path) -> None:
+    train(small(optimizer="muon", steps=4), out=tmp_path / "whole", show=False)
+    train(small(optimizer="muon", steps=2), out=tmp_path / "run", show=False)
+    train(small(optimizer="muon", steps=4), out=tmp_path / "run", resume=True, show=False)
+    assert equal(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    train(small(steps=4), out=tmp_path / "other", show=False)
+    assert not equal(weights(tmp_path / "run"), weights(tmp_path / "other"))
+    with pytest.raises(ValueError, match="muon needs whole matrices: set parallel to ddp"):
+        small(optimizer="muon", parallel="fsdp")
 
 
 def test_an_optimizer_that_knows_other_weights_is_not_packed() -> None:
@@ -749,22 +788,31 @@ def test_the_curriculum_grows_and_is_resumed(tmp_path: Path, monkeypatch: pytest
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
-def test_places_of_a_copy_lie_in_rows_and_columns(tmp_path: Path) -> None:
-    task = CopyTask(length=16, columns=5)
-    places = task.positions(np.arange(16))
-    assert places[[0, 4, 5, 15]].tolist() == [[0, 0], [0, 4], [1, 0], [3, 0]]
-    # 5 divides 16 - 1, so rows and columns are mirrored each for themselves.
-    assert (places[:15] + places[14::-1] == [2, 4]).all()
-    axial = replace(small().model, positions="axial", axes=(4, 5))
-    experiment = replace(small(evaluate_every=6), model=axial, options={"length": 16, "columns": 5})
+@pytest.mark.parametrize(("length", "digits", "base"), [(16, 2, 5), (26, 3, 3), (28, 3, 5), (4096, 4, 9)])
+def test_what_is_copied_has_the_mirrored_digits(length: int, digits: int, base: int) -> None:
+    task = CopyTask(length=length, digits=digits)
+    assert task.base == base
+    places = task.positions(np.arange(length))
+    assert places.shape == (length, digits)
+    assert places.min() >= 0
+    assert places.max() < base
+    assert len(np.unique(places, axis=0)) == length
+    # What follows place p, a copy, stands at length - 2 - p.
+    assert (places[: length - 1] + places[length - 2 :: -1] == base - 1).all()
+
+
+def test_digits_of_a_copy_are_learned_as_axes(tmp_path: Path) -> None:
+    axial = replace(small().model, positions="axial", axes=(5, 5))
+    experiment = replace(small(evaluate_every=6), model=axial, options={"length": 16, "digits": 2})
     train(experiment, out=tmp_path / "run", show=False)
-    for columns, model, words in (
-        (5, small().model, "need --model.positions axial --model.axes 4 5 or more"),
-        (4, replace(axial, axes=(3, 5)), "--model.axes 4 4 or more"),
-        (0, axial, "set --task.columns"),
+    for digits, model, words in (
+        (2, small().model, "2 digits of 16 places need --model.positions axial --model.axes 5 5."),
+        (2, replace(axial, axes=(5, 4)), "--model.axes 5 5."),
+        (3, axial, "--model.axes 3 3 3."),
+        (0, axial, "set --task.digits"),
     ):
         with pytest.raises(ValueError, match=words):
-            CopyTask(length=16, columns=columns).check(model)
+            CopyTask(length=16, digits=digits).check(model)
 
 
 def test_a_store_is_trained_on_and_its_vocabulary_taken(

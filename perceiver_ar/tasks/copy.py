@@ -3,7 +3,6 @@
 BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is scored.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,17 +36,24 @@ class CopyTask(Task):
     """Nats of a step at which they double: with fewer, more is learned while windows are cheap."""
     sequences: int = 12
     """Sequences of the validation split."""
-    columns: int = 0
-    """Number places by row and column, with so many columns, for axial positions. 0: one after another."""
+    digits: int = 0
+    """Number places by so many digits, for axial positions, such that what is copied has the mirrored ones.
+    0: one after another."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.length < 4 or self.length % 2:
             raise ValueError(f"a copy task's length must be an even number from 4, but is {self.length}.")
-        if self.first_half < 1 or self.sequences < 1 or self.columns < 0:
-            raise ValueError(
-                "first_half and sequences of a copy task must be at least 1, columns at least 0."
-            )
+        if self.first_half < 1 or self.sequences < 1 or self.digits < 0:
+            raise ValueError("first_half and sequences of a copy task must be at least 1, digits at least 0.")
+
+    @property
+    def base(self) -> int:
+        """Of the digits: the smallest that suffices, and odd, so that the mirror is one of the places."""
+        base = 1
+        while base**self.digits < self.length:
+            base += 2
+        return base
 
     def check(self, model: AnyModelConfig) -> None:
         if self.length > model.context:
@@ -55,18 +61,20 @@ class CopyTask(Task):
                 f"a copy of {self.length} tokens is longer than the context of {model.context}: "
                 "set --model.context."
             )
-        if self.columns:
-            rows = math.ceil(self.length / self.columns)
-            if len(model.axes) != 2 or model.axes[0] < rows or model.axes[1] < self.columns:
-                raise ValueError(
-                    f"{self.length} tokens in {self.columns} columns need --model.positions axial "
-                    f"--model.axes {rows} {self.columns} or more."
-                )
-        elif model.axes:
-            raise ValueError("axial positions of a copy are rows and columns: set --task.columns.")
+        if self.digits and (len(model.axes) != self.digits or min(model.axes) < self.base):
+            raise ValueError(
+                f"{self.digits} digits of {self.length} places need --model.positions axial "
+                f"--model.axes{f' {self.base}' * self.digits}."
+            )
+        if model.axes and not self.digits:
+            raise ValueError("axial positions of a copy are its digits: set --task.digits.")
 
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.stack(divmod(places, self.columns), -1) if self.columns else places[..., None]
+        if not self.digits:
+            return places[..., None]
+        # From here on, what is copied to p + 1 lies where every digit is base - 1 less that of p.
+        numbers = places + (self.base**self.digits - self.length + 1) // 2
+        return np.stack([numbers // self.base**power % self.base for power in range(self.digits)], -1)
 
     def examples(self) -> "CopyExamples":
         return CopyExamples(self)
