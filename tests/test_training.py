@@ -350,7 +350,6 @@ def test_muon_steps_linear_maps_alone_and_orthogonally() -> None:
         found = torch.linalg.svdvals(step) / 0.01 / (0.2 * math.sqrt(max(step.shape)))
         assert 0.6 < found.median() < 1.3
         assert found.max() < 1.4
-        assert 0.5 < step.norm() / after["adamw"][name].norm() < 2  # as large on the whole
 
 
 def test_a_run_by_muon_is_resumed_bit_for_bit_and_needs_whole_matrices(tmp_path: Path) -> None:
