@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from perceiver_ar.attention import angles
 from perceiver_ar.config import ModelConfig
-from perceiver_ar.layers import Embedding, Linear, ZeroLinear
+from perceiver_ar.layers import Embedding, Linear, ZeroLinear, look_up
 
 SINUSOID_WAVELENGTH = 10_000.0
 
@@ -83,9 +83,9 @@ class LearnedPositions(nn.Module):
         self.tables = nn.ModuleList(Embedding(count, width) for count in rows)
 
     def forward(self, positions: Tensor) -> Tensor:
-        return functools.reduce(
-            torch.add, (table(positions[..., axis]) for axis, table in enumerate(self.tables))
-        )
+        tables = [table.get_parameter("weight") for table in self.tables]
+        parts = (look_up(table, positions[..., axis]) for axis, table in enumerate(tables))
+        return functools.reduce(torch.add, parts)
 
 
 class AdaptiveEmbedding(nn.Module):

@@ -62,7 +62,7 @@ class Vectors(nn.Module):
 
 def look_up(table: Tensor, ids: Tensor) -> Tensor:
     """Rows (V, E) of a table by their numbers (B, M), which are many and come again and again."""
-    return _LookUp.apply(table, ids)
+    return F.embedding(ids, table) if torch.compiler.is_exporting() else _LookUp.apply(table, ids)
 
 
 class _LookUp(torch.autograd.Function):

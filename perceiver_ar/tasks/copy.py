@@ -3,6 +3,7 @@
 BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is scored.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -72,9 +73,7 @@ class CopyTask(Task):
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.digits:
             return places[..., None]
-        # From here on, what is copied to p + 1 lies where every digit is base - 1 less that of p.
-        numbers = places + (self.base**self.digits - self.length + 1) // 2
-        return np.stack([numbers // self.base**power % self.base for power in range(self.digits)], -1)
+        return _digits(self.length, self.digits, self.base)[places].astype(np.int64)
 
     def examples(self) -> "CopyExamples":
         return CopyExamples(self)
@@ -122,6 +121,13 @@ class CopyTask(Task):
         marks = ["  " if a == b else "^^" for a, b in zip(truth, predicted, strict=True)]
         lines = ["true      " + " ".join(words), "predicted " + " ".join(_word(token) for token in predicted)]
         return "\n".join([*lines, *(["          " + " ".join(marks)] if "^^" in marks else [])])
+
+
+@functools.lru_cache(maxsize=1)
+def _digits(length: int, digits: int, base: int) -> NDArray[np.uint16]:
+    """Of all places, (T, A), such that what is copied to p + 1 has base - 1 less each digit of p."""
+    numbers = np.arange(length) + (base**digits - length + 1) // 2
+    return np.stack([numbers // base**power % base for power in range(digits)], -1).astype(np.uint16)
 
 
 def _word(token: int) -> str:
