@@ -221,7 +221,8 @@ def evaluate(
         stride: Targets between windows; fewer give each more context. Default: half the latents; of
             Transformer-XL: none, but segments to which the memory is passed on.
         context: Most inputs of a window. Default: as many as the model takes.
-        batch_size: Windows at a time. Default: as many as have 16,384 latents, and a million inputs.
+        batch_size: Windows at a time. Default: as many as have 16,384 latents, a million inputs
+            and a gigabyte of logits.
         data: Another token store than the run was trained on.
         plot: Picture of the loss by position in the document.
         compile: Compile each block: on a GPU, faster after a minute's wait.

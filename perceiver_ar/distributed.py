@@ -236,7 +236,7 @@ def join(device: str, minutes: float = 10) -> tuple[Ranks, torch.device]:
 
 
 def die_with_launcher() -> None:
-    """When torchrun dies, Linux sends its processes SIGTERM: those that train save and leave, others end."""
+    """When what started a process dies, Linux sends it SIGTERM: one that trains saves and leaves."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 

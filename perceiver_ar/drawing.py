@@ -1,7 +1,6 @@
 """Generation for a person: text as it is drawn, a bar for anything else, files, and the rate."""
 
 import itertools
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from perceiver_ar.decoder import Decoder
@@ -18,6 +18,9 @@ from perceiver_ar.generation import stream
 from perceiver_ar.report import progress_bar
 from perceiver_ar.tasks.base import EOS, PAD, Task
 from perceiver_ar.windows import Tokens
+
+LONGEST = 3600
+"""Seconds that are drawn at once."""
 
 
 def draw(
@@ -46,7 +49,11 @@ def draw(
         task.check_file(out)
     elif task.speller() is None:
         raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
-    lasts = None if lasting is None else Lasting(task, lasting)
+    if lasting is not None and count is not None:
+        raise ValueError("give --tokens or --seconds, not both.")
+    if lasting is not None and not 0 < lasting <= LONGEST:
+        raise ValueError(f"--seconds must be above 0 and at most {LONGEST:,}, but is {lasting:g}.")
+    lasts = None if lasting is None or task.seconds(prompt) is None else Lasting(task, lasting)
     usual = task.count(prompt) if lasting is None else task.count_for(lasting)
     count = most(model, prompt, usual) if count is None else count
     began = time.perf_counter()
@@ -63,6 +70,8 @@ def draw(
     together = None
     if out is not None:
         files, together = ranks.first(lambda: _save(task, prompt, rows, out))
+    if lasts is not None and ranks.leads:
+        lasts.complain(rows)
     if not quiet:
         written = [*itertools.chain(*files), *([together] if together else [])]
         _tell(texts, written, seconds, sum(map(len, rows)))
@@ -89,19 +98,27 @@ class Lasting:
     """Samples until each lasts so many seconds."""
 
     def __init__(self, task: Task, seconds: float) -> None:
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"--seconds must be above 0, but is {seconds}.")
         self.task, self.wanted, self.passed = task, seconds, np.zeros(1)
 
     def add(self, token: Tokens) -> float:
         """One more token of each sample; the seconds of the shortest."""
-        self.passed = self.passed + self.task.seconds(token)
+        self.passed = self.passed + self._of(token)
         return float(self.passed.min())
 
     def cut(self, row: Tokens) -> Tokens:
         """A sample without what came after its end."""
-        enough = np.cumsum(self.task.seconds(row)) >= self.wanted
+        enough = np.cumsum(self._of(row)) >= self.wanted
         return row[: int(enough.argmax()) + 1] if enough.any() else row
+
+    def complain(self, rows: list[Tokens]) -> None:
+        shortest = min(float(self._of(row).sum()) for row in rows)
+        if shortest < self.wanted:
+            print(f"Only {shortest:.1f} seconds were drawn: there is no room for more.", file=sys.stderr)
+
+    def _of(self, tokens: Tokens) -> NDArray[np.float64]:
+        found = self.task.seconds(tokens)
+        assert found is not None
+        return found
 
 
 def _text(task: Task, prompt: Tokens, row: Tokens) -> str | None:

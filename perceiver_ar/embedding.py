@@ -5,7 +5,7 @@ Letters: B batch, M inputs, N latents, C channels, E input width, V vocabulary, 
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,7 @@ class LearnedPositions(nn.Module):
         self.tables = nn.ModuleList(Embedding(count, width) for count in rows)
 
     def forward(self, positions: Tensor) -> Tensor:
-        tables = [table.get_parameter("weight") for table in self.tables]
+        tables = [cast(Tensor, table.weight) for table in self.tables]
         parts = (look_up(table, positions[..., axis]) for axis, table in enumerate(tables))
         return functools.reduce(torch.add, parts)
 

@@ -26,8 +26,8 @@ from perceiver_ar.store import Split
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window
 
-LATENTS, INPUTS = 2**14, 2**20
-"""Of a batch whose size is not given: what a small GPU holds, and a large one is busy with."""
+LATENTS, INPUTS, LOGITS = 2**14, 2**20, 2**28
+"""Of a batch whose size is not given, at most: enough to keep a GPU busy."""
 _BOUNDS = 512 << np.arange(40)
 Item = TypeVar("Item")
 
@@ -101,7 +101,7 @@ def evaluate(
     """Scores documents and reports the means.
 
     latents and context, the most inputs of a window, default to the model's; stride to half the latents;
-    batch_size to as many windows as have LATENTS and INPUTS together.
+    batch_size to as many windows as have LATENTS, INPUTS and LOGITS together, or to 8 documents read on.
     Several ranks share the windows, and all report on all of them; progress is called in step.
     """
     ranks, totals = ranks or Ranks(), Totals()
@@ -144,7 +144,8 @@ def score(
     if not 1 <= context <= config.context:
         raise ValueError(f"context must be from 1 to {config.context}, but is {context}.")
     if batch_size is None:
-        batch_size = max(1, min(LATENTS // latents, INPUTS // context))
+        most = LATENTS // latents, INPUTS // context, LOGITS // (latents * config.vocab_size)
+        batch_size = 8 if reading_on is not None else max(1, min(most))
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
     training, before, ranks = model.training, None, ranks or Ranks()

@@ -1,5 +1,6 @@
 """The optimizer, its learning rate, and the average of the weights."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +16,8 @@ from perceiver_ar.layers import Linear
 def make_optimizer(model: nn.Module, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
     """AdamW, decaying matrices alone: biases and layer norms keep their size. Or Muon, for linear maps."""
     maps = [m.weight for m in model.modules() if isinstance(m, Linear)] if config.optimizer == "muon" else []
-    others = [p for p in model.parameters() if id(p) not in set(map(id, maps))]
+    chosen = set(map(id, maps))
+    others = [p for p in model.parameters() if id(p) not in chosen]
     groups = [
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
@@ -41,10 +43,21 @@ class Both(torch.optim.Optimizer):
         groups = [group for part in parts for group in part.param_groups]
         super().__init__([{"params": group["params"]} for group in groups], {})
         self.parts, self.param_groups = parts, groups
-        for part in parts:
+        self._share()
+
+    def _share(self) -> None:
+        """Groups and states are those of the parts."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = list(itertools.islice(groups, len(part.param_groups)))
             part.state = self.state
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
     def step(self, closure: Any = None) -> Any:
+        assert closure is None
         for part in self.parts:
             part.step()
 

@@ -22,6 +22,8 @@ def pack(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
             continue
         matrix, most = weight.float().flatten(1), 2 ** (bits - 1) - 1
         scale = (matrix.abs().amax(1, keepdim=True) / most).half().float().clamp(min=2.0**-24)
+        if not scale.isfinite().all():
+            raise ValueError(f"{name} has weights that are too large to be packed, or not numbers.")
         whole = (matrix / scale).round().clamp(-most, most) + most
         spelled = np.unpackbits(whole.byte().cpu().numpy().reshape(-1, 1), axis=1)[:, -bits:]
         packed[name] = torch.from_numpy(np.packbits(spelled))
@@ -31,11 +33,14 @@ def pack(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 
 def unpack(packed: Mapping[str, Tensor], bits: int, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Weights of these shapes, in float32. What does not fit is left as it is, for who loads them to name."""
-    weights = {name: tensor for name, tensor in packed.items() if not name.endswith(SCALE)}
+    weights = dict(packed)
     for name, shape in shapes.items():
         scale, size = packed.get(name + SCALE), shape.numel()
-        if scale is None or name not in weights or weights[name].numel() != -(-size * bits // 8):
+        if scale is None or name not in weights or scale.shape != shape[:1]:
             continue
+        if weights[name].dtype != torch.uint8 or weights[name].numel() != -(-size * bits // 8):
+            continue
+        del weights[name + SCALE]
         spelled = np.unpackbits(weights[name].cpu().numpy(), count=size * bits).reshape(-1, bits)
         lead = np.zeros((len(spelled), 8 - bits), dtype=np.uint8)
         whole = torch.from_numpy(np.packbits(np.hstack((lead, spelled)), axis=1)).view(len(scale), -1)

@@ -175,7 +175,7 @@ def _memory(experiment: Experiment, sequences: int, gpus: int) -> dict[str, floa
     state, weights = _shares(train.parallel, gpus)
     fixed = {
         "weights": 4 * parameters * weights,
-        "Adam": 8 * parameters * state,
+        "Adam": 8 * parameters * state,  # Muon has half of it for linear maps
         "average": 4 * parameters * weights if train.ema else 0.0,
         "workspace": _WORKSPACE,
     }

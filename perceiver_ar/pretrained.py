@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from perceiver_ar.config import FORMAT_VERSION
+from perceiver_ar.packed import BITS as FEW
 from perceiver_ar.packed import pack, unpack
 from perceiver_ar.strict import Config
 
@@ -97,6 +98,8 @@ def load_weights(path: Path, model: nn.Module, device: str) -> dict[str, torch.T
     if bits is None:
         check_types(path)
         return load_file(path, device=device)
+    if bits not in map(str, FEW):
+        raise ValueError(f"{path} has weights of '{bits}' bits, which no perceiver-ar writes.")
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     weights = unpack(load_file(path), int(bits), shapes)
     return {name: tensor.to(device) for name, tensor in weights.items()}

@@ -86,6 +86,9 @@ def test_by_default_as_many_windows_go_together_as_have_so_many_latents_and_inpu
         found = [len(parts) for _, _, parts in score(model, TokensTask(), whole, latents, 3, None)]
         assert found[:-1] == [rows] * (len(found) - 1)
         assert len(found) > 2
+    monkeypatch.setattr(evaluation, "LATENTS", 100)
+    monkeypatch.setattr(evaluation, "LOGITS", 12 * V)
+    assert len(next(score(model, TokensTask(), whole, 3, 3, None))[2]) == 4
 
 
 @pytest.mark.parametrize("latents", [N, 3, 9])

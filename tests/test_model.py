@@ -21,7 +21,7 @@ from perceiver_ar.architectures import compile_blocks, parameter_count
 from perceiver_ar.attention import rotation
 from perceiver_ar.chance import branch, draws
 from perceiver_ar.config import ModelConfig, Positions, Queries
-from perceiver_ar.embedding import InputEmbedding
+from perceiver_ar.embedding import InputEmbedding, LearnedPositions
 from perceiver_ar.layers import look_up
 from perceiver_ar.model import Block, PerceiverAR
 
@@ -503,6 +503,19 @@ def test_queries_keys_and_values_by_one_product_equal_those_one_by_one(heads: in
         gradients.append(torch.autograd.grad(total, [z, *block.query.parameters(), *block.key.parameters()]))
     for a, b in zip((*together, *gradients[0]), (*apart, *gradients[1]), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_learned_positions_are_rows_of_tables_whoever_holds_those() -> None:
+    positions, places = LearnedPositions((4, 6), 8), torch.randint(4, (2, 5, 2))
+    weights = [table.get_parameter("weight") for table in positions.tables]
+    found = positions(places)
+    wanted = sum(F.embedding(places[..., axis], weight) for axis, weight in enumerate(weights))
+    assert torch.equal(found, wanted)
+    probe = torch.randn_like(found)
+    gradients = [torch.autograd.grad((x * probe).sum(), weights) for x in (found, wanted)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    others = {name: torch.ones_like(weight) for name, weight in positions.named_parameters()}
+    assert (torch.func.functional_call(positions, others, (places,)) == 2).all()
 
 
 @pytest.mark.gpu

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perceiver_ar import ModelConfig, PerceiverAR, midi, presets
+from perceiver_ar.distributed import Ranks
+from perceiver_ar.drawing import draw
 from perceiver_ar.midi import EVENTS, Notes, decode, encode, encode_midi, fold_pedal, quantize
 from perceiver_ar.run import export
 from perceiver_ar.store import Store
@@ -308,8 +310,9 @@ def test_music_of_so_many_seconds_is_composed_played_and_drawn(tmp_path: Path) -
     written = run("generate", folder, "--seconds", "3", "--out", f"{out}.mid")
     assert written.stdout.split() == [f"{out}.mid"]
     for wrong, sentence in (
-        (("--seconds", "0"), "--seconds must be above 0, but is 0"),
-        (("--seconds", "nan"), "--seconds must be above 0"),
+        (("--seconds", "0"), "--seconds must be above 0 and at most 3,600, but is 0"),
+        (("--seconds", "1e14"), "at most 3,600, but is 1e+14"),
+        (("--seconds", "2", "--tokens", "5"), "give --tokens or --seconds, not both"),
         (("--out", f"{out}.txt"), "or without any of these to three"),
     ):
         result = run("generate", folder, "--out", out, *wrong)
@@ -317,8 +320,23 @@ def test_music_of_so_many_seconds_is_composed_played_and_drawn(tmp_path: Path) -
         assert sentence in result.stderr
 
 
-def test_only_what_sounds_lasts(tmp_path: Path) -> None:
+def test_music_that_ends_before_its_time_is_said_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ModelConfig(EVENTS + FIRST, 16, 8, channels=16, heads=2, layers=1, positions="learned")
+    model, out = PerceiverAR(config), tmp_path / "piece.mid"
+    settings: Any = {"seed": 0, "temperature": 1.0}
+    quiet = (1, out, True, Ranks(), lambda: None)
+    report = draw(model, MusicTask(), np.array([BOS]), None, 100.0, *quiet, **settings)
+    assert report["tokens"] == 16
+    assert "seconds were drawn: there is no room for more" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="not both"):
+        draw(model, MusicTask(), np.array([BOS]), 5, 100.0, *quiet, **settings)
+
+
+def test_only_what_sounds_lasts() -> None:
     with pytest.raises(ValueError, match="the task copy draws does not sound: give --tokens"):
         CopyTask(length=32).count_for(3.0)
     audio = AudioTask(levels=4, codes=16)
-    assert audio.seconds(np.zeros(audio.count_for(2.5))).sum() == pytest.approx(2.5, abs=0.01)
+    assert audio.count_for(2.99) == 600  # whole frames
+    assert audio.seconds(np.zeros(4)) is None

@@ -1,7 +1,9 @@
 """Weights of a few bits: as near as these allow, as small as they promise, and read by every command."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,34 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"does not fit its config\.json") as said:
         PerceiverAR.from_pretrained(tmp_path)
     assert all(name in str(said.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "bits", "said"),
+    [
+        ("", None, "x", "has weights of 'x' bits"),
+        ("", None, "9", "has weights of '9' bits"),
+        ("self_attends.0.query.weight", lambda x: x.float(), "6", "self_attends.0.query.weight"),
+        ("self_attends.0.query.weight.scale", lambda x: x.repeat(2), "6", "query.weight.scale"),
+        ("foo.scale", lambda x: x, "6", "foo.scale"),
+    ],
+)
+def test_what_was_not_packed_here_is_refused(
+    tmp_path: Path, name: str, change: Any, bits: str, said: str
+) -> None:
+    save_packed(PerceiverAR(CONFIG), tmp_path, 6)
+    weights = load_file(tmp_path / WEIGHTS)
+    if name:
+        weights[name] = change(weights.get(name, torch.ones(3)))
+    save_file(weights, tmp_path / WEIGHTS, metadata={"bits": bits})
+    with pytest.raises(ValueError, match=re.escape(said)):
+        PerceiverAR.from_pretrained(tmp_path)
+
+
+def test_what_cannot_be_packed_is_named() -> None:
+    for value in (3e5, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="a has weights that are too large"):
+            pack({"a": torch.full((2, 3), value)}, 2)
 
 
 def test_a_run_is_packed_for_every_command_and_tells_no_paths(tmp_path: Path) -> None:

@@ -352,6 +352,22 @@ def test_muon_steps_linear_maps_alone_and_orthogonally() -> None:
         assert found.max() < 1.4
 
 
+def test_a_loaded_state_of_muon_is_used() -> None:
+    source = open_source("copy", {"length": 16}, None)
+    run = make_state(small(optimizer="muon"), source, torch.device("cpu"), None, Ranks())
+    begin_state(run.optimizer)
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    for parameter in run.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    state = run.optimizer.state[run.model.cross_attend.query.weight]
+    assert state["momentum_buffer"].abs().sum() > 0
+
+
 def test_a_run_by_muon_is_resumed_bit_for_bit_and_needs_whole_matrices(tmp_path: Path) -> None:
     train(small(optimizer="muon", steps=4), out=tmp_path / "whole", show=False)
     train(small(optimizer="muon", steps=2), out=tmp_path / "run", show=False)
@@ -796,8 +812,15 @@ def test_what_is_copied_has_the_mirrored_digits(length: int, digits: int, base: 
     assert places.min() >= 0
     assert places.max() < base
     assert len(np.unique(places, axis=0)) == length
+    task.positions(np.arange(-1, length + 5))  # beside them, any will do
     # What follows place p, a copy, stands at length - 2 - p.
     assert (places[: length - 1] + places[length - 2 :: -1] == base - 1).all()
+
+
+def test_runs_of_before_there_were_digits_are_read() -> None:
+    assert CopyTask.from_dict({"length": 16, "columns": 0}) == CopyTask(length=16)
+    with pytest.raises(ValueError, match="'columns' is not a setting"):
+        CopyTask.from_dict({"length": 16, "columns": 5})
 
 
 def test_digits_of_a_copy_are_learned_as_axes(tmp_path: Path) -> None:

@@ -146,6 +146,6 @@ def served(folder: Path, *args: str) -> Iterator[Server]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(10)
+            process.wait(60)
         finally:
             process.kill()

@@ -20,9 +20,11 @@ def learn_all(study: str, bench: Bench, cells: Sequence[Cell], jobs: int, say: C
     try:
         waiting = {pool.submit(_start, study, bench, name): name for name in trainings.values()}
         for count, done in enumerate(as_completed(waiting), 1):
+            if done.exception() is not None:
+                say(f"{done.exception()} Those that have begun go on to their end.")
             done.result()
             say(f"trained {count} of {len(waiting)}: {waiting[done]}")
-    finally:  # what has begun gets the same signal, and keeps what it has
+    finally:
         pool.shutdown(cancel_futures=True)
 
 
@@ -33,12 +35,15 @@ def _start(study: str, bench: Bench, name: str) -> None:
     process.start()
     process.join()
     if process.exitcode:
-        raise ValueError(f"the training of {name} failed: {log} says why.")
+        killed = f" by signal {-process.exitcode}" if process.exitcode < 0 else ""
+        raise ValueError(f"the training of {name} was ended{killed}: see {log}.")
 
 
 def _learn(study: str, bench: Bench, name: str, log: Path) -> None:
+    from perceiver_ar.distributed import die_with_launcher
     from perceiver_ar.reproduce import get
 
+    die_with_launcher()  # by SIGTERM, of which a training keeps what it has
     with log.open("a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

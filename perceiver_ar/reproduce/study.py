@@ -128,7 +128,10 @@ def run(
     say(f"{study.name} ({study.where}), {bench.scale}.\nThe claim: {study.claim}\nHow: {study.protocol}")
     began = time.time() - _seconds(bench)
     if jobs > 1:
-        learn_all(study.name, bench, [cell for cell in cells if cell.name not in done], jobs, say)
+        try:
+            learn_all(study.name, bench, [cell for cell in cells if cell.name not in done], jobs, say)
+        finally:
+            write_results(study, bench, time.time() - began)
     for index, cell in enumerate(cells, 1):
         say(f"{index} of {len(cells)}: {cell.name}" + (": done before." if cell.name in done else ""))
         if cell.name not in done:

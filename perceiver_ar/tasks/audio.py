@@ -127,9 +127,6 @@ class AudioTask(Task):
     def count_for(self, seconds: float) -> int:
         return max(1, round(seconds * self.frame_rate)) * self.levels
 
-    def seconds(self, tokens: Tokens) -> NDArray[np.float64]:
-        return np.full(tokens.shape, 1 / self.levels / self.frame_rate)
-
     def check_file(self, path: Path) -> None:
         if path.suffix not in WRITERS:
             raise ValueError(f"audio is written to {', '.join(WRITERS)}, not to {path}.")

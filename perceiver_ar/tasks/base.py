@@ -99,9 +99,9 @@ class Task(Config):
         """How many tokens last so long, at most."""
         raise ValueError(f"what the task {self.name} draws does not sound: give --tokens, not --seconds.")
 
-    def seconds(self, tokens: Tokens) -> NDArray[np.float64]:
-        """How long each token lasts."""
-        return np.zeros(tokens.shape)
+    def seconds(self, tokens: Tokens) -> NDArray[np.float64] | None:
+        """How long each token lasts; None where all last as long, so that counting them is enough."""
+        return None
 
     def allowed(self, place: int, vocab_size: int) -> NDArray[np.bool_]:
         """Which tokens may be drawn for a place in a document."""

@@ -6,7 +6,7 @@ BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,10 +45,19 @@ class CopyTask(Task):
         super().__post_init__()
         if self.length < 4 or self.length % 2:
             raise ValueError(f"a copy task's length must be an even number from 4, but is {self.length}.")
-        if self.first_half < 1 or self.sequences < 1 or self.digits < 0:
-            raise ValueError("first_half and sequences of a copy task must be at least 1, digits at least 0.")
+        if self.first_half < 1 or self.sequences < 1 or not 0 <= self.digits <= 24:
+            raise ValueError(
+                "first_half and sequences of a copy task must be at least 1, digits from 0 to 24."
+            )
 
-    @property
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Runs of before it had digits say that they have no columns."""
+        return super().from_dict(
+            {key: value for key, value in data.items() if (key, value) != ("columns", 0)}
+        )
+
+    @functools.cached_property
     def base(self) -> int:
         """Of the digits: the smallest that suffices, and odd, so that the mirror is one of the places."""
         base = 1
@@ -73,7 +82,9 @@ class CopyTask(Task):
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.digits:
             return places[..., None]
-        return _digits(self.length, self.digits, self.base)[places].astype(np.int64)
+        # What is copied to p + 1 has base - 1 less each digit of p.
+        numbers = places + (self.base**self.digits - self.length + 1) // 2
+        return np.stack([numbers // self.base**power % self.base for power in range(self.digits)], -1)
 
     def examples(self) -> "CopyExamples":
         return CopyExamples(self)
@@ -121,13 +132,6 @@ class CopyTask(Task):
         marks = ["  " if a == b else "^^" for a, b in zip(truth, predicted, strict=True)]
         lines = ["true      " + " ".join(words), "predicted " + " ".join(_word(token) for token in predicted)]
         return "\n".join([*lines, *(["          " + " ".join(marks)] if "^^" in marks else [])])
-
-
-@functools.lru_cache(maxsize=1)
-def _digits(length: int, digits: int, base: int) -> NDArray[np.uint16]:
-    """Of all places, (T, A), such that what is copied to p + 1 has base - 1 less each digit of p."""
-    numbers = np.arange(length) + (base**digits - length + 1) // 2
-    return np.stack([numbers // base**power % base for power in range(digits)], -1).astype(np.uint16)
 
 
 def _word(token: int) -> str:
