@@ -101,10 +101,10 @@ def test_trainings_side_by_side_find_what_they_find_one_by_one(tmp_path: Path) -
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, processes do not hear of it")
 def test_trainings_beside_each_other_stop_with_what_began_them(tmp_path: Path) -> None:
-    asked = ("copy-length", "--device", "cpu", "--jobs", "2", "--cell", "length-131072-seed-0")
+    asked = ("copy-targets", "--device", "cpu", "--jobs", "2", "--cell", "latents-16-batch-8-seed-0")
     command = [sys.executable, "-m", "perceiver_ar", "reproduce", *asked, "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    log = tmp_path / "cells/length-131072-seed-0/train.log"
+    log = tmp_path / "cells/latents-16-batch-8-seed-0/train.log"
     wait_until(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), 100)
     process.terminate()
     process.wait(20)
