@@ -27,6 +27,7 @@ def main(
     cross_dropout: float = 0.0,
     plain: bool = False,
     profile: bool = False,
+    fp8: bool = False,
     batch: tuple[int, ...] = (1, 16, 64),
     prompt: tuple[int, ...] = (),
     tokens: int | None = None,
@@ -45,6 +46,7 @@ def main(
         plain: train: without the fast paths of the model, which is what they are compared with. (TFLOP/s
             count what it computes, which fast paths may save.)
         profile: train: also show where the time goes.
+        fp8: train: linear maps by products of eight-bit floats, to see what they would give.
         batch: generate: rows drawn at once; several are timed one after the other.
         prompt: generate: tokens of the prompt, the same. Default: half the context.
         tokens: generate: how many to draw. Default: through four refreshes, or 24 without a cache.
@@ -57,7 +59,13 @@ def main(
         if any(value is not None and value < least for value in values):
             raise ValueError(f"--{option} must be at least {least}.")
     where = pick_device(device)
-    train = {"compiled": compile, "cross_dropout": cross_dropout, "plain": plain, "profiled": profile}
+    train = {
+        "compiled": compile,
+        "cross_dropout": cross_dropout,
+        "plain": plain,
+        "profiled": profile,
+        "fp8": fp8,
+    }
     drawn = {"rows": batch, "prompts": prompt, "tokens": tokens, "mode": mode, "compiled": compile}
     figures = []
     try:

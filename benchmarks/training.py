@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.fp8 import eight_bits
 from benchmarks.measure import Figure, matmul_rate, profile, rounded
 from benchmarks.sizes import Size
 from perceiver_ar import PerceiverAR, attention
@@ -28,8 +29,9 @@ def time_training(
     cross_dropout: float = 0.0,
     plain: bool = False,
     profiled: bool = False,
+    fp8: bool = False,
 ) -> Figure:
-    """Sequences a second; plain: with every fast path of the model switched off."""
+    """Sequences a second; plain: with every fast path of the model switched off; fp8: see there."""
     config = replace(size.model, cross_dropout=cross_dropout)
     forget_peak(device)
     model = PerceiverAR(config).to(device).train()
@@ -40,7 +42,7 @@ def time_training(
 
     step = training_step(model, tokens, targets)
     together = 3 if device.type == "cuda" else 1  # the next step is launched while one is computed
-    with slow_twins(plain):
+    with slow_twins(plain), eight_bits(fp8):
         times = time_repeatedly(step, device, repeats, in_a_row=together)
         rates = [size.batch / seconds for seconds in times]
         if profiled:
@@ -51,6 +53,7 @@ def time_training(
         "compiled": compiled,
         "cross_dropout": cross_dropout,
         "plain": plain,
+        "fp8": fp8,
         "peak_gib": peak_gib(device),
         "tflops": rounded(rate / 1e12),
         "of_matmul_rate": rounded(rate / matmul_rate(device)),

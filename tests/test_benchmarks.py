@@ -30,6 +30,7 @@ from perceiver_ar.timing import forward_flops, time_repeatedly
 
 ROOT = Path(__file__).resolve().parents[1]
 
+import benchmarks.fp8 as fp8_module  # noqa: E402
 from benchmarks import evaluation, generation, kernels, loading, measure, sizes, training  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -48,11 +49,28 @@ def check(figure: measure.Figure) -> None:
     assert line["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_training_step_is_timed(plain: bool) -> None:
-    figure = training.time_training("small", SMALL, CPU, 2, cross_dropout=0.5, plain=plain)
+@pytest.mark.parametrize(("plain", "fp8"), [(False, False), (True, False), (False, True)])
+def test_a_training_step_is_timed(plain: bool, fp8: bool) -> None:
+    figure = training.time_training("small", SMALL, CPU, 2, cross_dropout=0.5, plain=plain, fp8=fp8)
     check(figure)
+    assert torch.nn.functional.linear is fp8_module.plain_linear
     assert figure.details["of_matmul_rate"] > 0
+
+
+def test_products_of_eight_bit_floats_are_near_the_others() -> None:
+    torch.manual_seed(0)
+    for rows, exact in ((16, False), (15, True)):
+        x, weight, bias = torch.randn(2, rows, 48), torch.randn(64, 48), torch.randn(64)
+        probe, found = torch.randn(2, rows, 64), []
+        for linear in (fp8_module.linear, fp8_module.plain_linear):
+            given = [part.clone().requires_grad_() for part in (x, weight, bias)]
+            y = linear(*given)
+            (y * probe).sum().backward()
+            found.append([y.detach(), *(part.grad for part in given)])
+        for eight, plain in zip(*found, strict=True):
+            error = (eight - plain).norm() / plain.norm()
+            assert error == 0 if exact else error < 0.1
+    assert found[0][1].dtype == torch.float32
 
 
 @pytest.mark.slow

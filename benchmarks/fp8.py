@@ -1,0 +1,66 @@
+"""Training with products of eight-bit floats, to see what they give: not a part of the library.
+
+Numbers of a tensor share one scale, found anew each time: e4m3 forwards, e5m2 for gradients.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+plain_linear = F.linear
+
+
+@contextmanager
+def eight_bits(wanted: bool) -> Generator[None]:
+    """Linear maps by products of eight-bit floats, where their sizes allow it."""
+    if not wanted:
+        yield
+        return
+    with patch.object(F, "linear", linear):
+        yield
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear; sizes that are no multiples of 16 have no such products."""
+    rows = x.numel() // x.shape[-1]
+    if any(size % 16 for size in (rows, *weight.shape)):
+        return plain_linear(x.to(weight.dtype), weight, bias)
+    y = _Product.apply(x.flatten(0, -2).bfloat16(), weight.bfloat16()).unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x (T, I) by weight (O, I)."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return _multiply(_rounded(x, FORWARD), _rounded(weight, FORWARD))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        of_x = _multiply(_rounded(grad, BACKWARD), _rounded(weight.t(), FORWARD))
+        return of_x, _multiply(_rounded(grad.t(), BACKWARD), _rounded(x.t(), FORWARD))
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Eight-bit floats, row by row in memory, and what one of them stands for."""
+    scale = (x.abs().amax().float() / torch.finfo(dtype).max).clamp(min=1e-12)
+    return (x.float() / scale).to(dtype).contiguous(), scale
+
+
+def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """(T, I) by (O, I)."""
+    return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=torch.bfloat16)
