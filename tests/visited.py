@@ -133,6 +133,8 @@ def served(folder: Path, *args: str) -> Iterator[Server]:
         text=True,
         env=os.environ | settings,
         cwd=folder,
+        # What runs in the background may be told to ignore it, and all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     try:
@@ -146,6 +148,6 @@ def served(folder: Path, *args: str) -> Iterator[Server]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(60)
+            process.wait(20)
         finally:
             process.kill()
