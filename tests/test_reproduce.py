@@ -92,9 +92,12 @@ def test_trainings_side_by_side_find_what_they_find_one_by_one(tmp_path: Path) -
         rows = run(get("image-order"), bench, None, said.append, jobs)["rows"]
         found.append([row["found"]["bits/dim"] for row in rows])
     assert found[0] == pytest.approx(found[1], abs=1e-6)
+    (tmp_path / "3").rename(tmp_path / "image-order-small")
+    write_page([get("image-order")], tmp_path, tmp_path / "page.md")
+    assert "image-order --scale smoke --data STORE --jobs 3" in (tmp_path / "page.md").read_text()
     trained = [line for line in said if line.startswith("trained")]
     assert [line.split(":")[0] for line in trained] == [f"trained {count} of 4" for count in range(1, 5)]
-    logs = [log.read_text() for log in (tmp_path / "3/cells").glob("*/train.log")]
+    logs = [log.read_text() for log in (tmp_path / "image-order-small/cells").glob("*/train.log")]
     assert len(logs) == 4
     assert all("step" in log for log in logs)
 

@@ -102,9 +102,10 @@ def plan(study: Study, bench: Bench) -> str:
     return "\n".join(lines)
 
 
-def _command(study: Study, scale: str, seeds: int) -> str:
-    data, often = " --data STORE" if study.needs else "", f" --seeds {seeds}" if seeds > 1 else ""
-    return f"perceiver-ar reproduce {study.name} --scale {scale}{data}{often}"
+def _command(study: Study, scale: str, seeds: int, jobs: int = 1) -> str:
+    data = " --data STORE" if study.needs else ""
+    counts = "".join(f" --{name} {n}" for name, n in {"seeds": seeds, "jobs": jobs}.items() if n > 1)
+    return f"perceiver-ar reproduce {study.name} --scale {scale}{data}{counts}"
 
 
 def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
@@ -158,7 +159,8 @@ def _section(study: Study, folder: Path, page: Path, results: dict[str, Any]) ->
     cost = f"{results['seconds'] / 60:,.0f} minutes on {'; '.join(results['machines'])}"
     rows = [Row(**row) for row in results["rows"]]
     lines = ["", f"**At `{results['scale']}`: {_verdict(results)}.** {results['cells']} cells, {cost}.", ""]
-    lines += [f"    {_command(study, results['scale'], results['seeds'])}", "", table(rows)]
+    command = _command(study, results["scale"], results["seeds"], results.get("jobs", 1))
+    lines += [f"    {command}", "", table(rows)]
     plot = folder / "plot.png"
     draw(study, rows, plot)
     if plot.exists():

@@ -131,13 +131,13 @@ def run(
         try:
             learn_all(study.name, bench, [cell for cell in cells if cell.name not in done], jobs, say)
         finally:
-            write_results(study, bench, time.time() - began)
+            write_results(study, bench, time.time() - began, jobs)
     for index, cell in enumerate(cells, 1):
         say(f"{index} of {len(cells)}: {cell.name}" + (": done before." if cell.name in done else ""))
         if cell.name not in done:
             do(cell, bench)
-            write_results(study, bench, time.time() - began)
-    return write_results(study, bench, time.time() - began)
+            write_results(study, bench, time.time() - began, jobs)
+    return write_results(study, bench, time.time() - began, jobs)
 
 
 def _seconds(bench: Bench) -> float:
@@ -173,8 +173,8 @@ def do(cell: Cell, bench: Bench) -> None:
     write_sealed(kept(cell, bench), {**about, "rows": [vars(row) for row in rows]})
 
 
-def write_results(study: Study, bench: Bench, seconds: float) -> dict[str, Any]:
-    """results.json, table.md and plot.png of the cells that are done, and the seconds all of it took."""
+def write_results(study: Study, bench: Bench, seconds: float, jobs: int) -> dict[str, Any]:
+    """results.json, table.md and plot.png of the cells that are done, and what all of it took."""
     from perceiver_ar.reproduce.page import draw, table
 
     cells = study.cells(bench)
@@ -189,6 +189,7 @@ def write_results(study: Study, bench: Bench, seconds: float) -> dict[str, Any]:
         "shown": study.shows(rows, bench.scale) if whole and bench.scale != "smoke" else None,
         "cells": f"{len(done)} of {len(cells)}",
         "seconds": seconds,
+        "jobs": jobs,
         "machines": sorted({f"{cell['device']}, torch {cell['torch']}" for cell in done}),
         "rows": [vars(row) for row in rows],
     }
