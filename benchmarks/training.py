@@ -31,7 +31,7 @@ def time_training(
     profiled: bool = False,
     fp8: bool = False,
 ) -> Figure:
-    """Sequences a second; plain: with every fast path of the model switched off; fp8: see there."""
+    """Sequences a second; plain: with every fast path of the model switched off; fp8: by eight-bit floats."""
     config = replace(size.model, cross_dropout=cross_dropout)
     forget_peak(device)
     model = PerceiverAR(config).to(device).train()

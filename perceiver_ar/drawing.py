@@ -41,18 +41,7 @@ def draw(
     lasting: so many seconds of what sounds, instead of so many tokens. Several ranks share the samples;
     the first shows and writes them. beat is called for every token.
     """
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, but is {samples}.")
-    if out is not None:
-        if not out.parent.is_dir() or out.is_dir():
-            raise ValueError(f"{out} cannot be written: give a file in a folder that exists.")
-        task.check_file(out)
-    elif task.speller() is None:
-        raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
-    if lasting is not None and count is not None:
-        raise ValueError("give --tokens or --seconds, not both.")
-    if lasting is not None and not 0 < lasting <= LONGEST:
-        raise ValueError(f"--seconds must be above 0 and at most {LONGEST:,}, but is {lasting:g}.")
+    _check(task, count, lasting, samples, out)
     lasts = None if lasting is None or task.seconds(prompt) is None else Lasting(task, lasting)
     usual = task.count(prompt) if lasting is None else task.count_for(lasting)
     count = most(model, prompt, usual) if count is None else count
@@ -88,6 +77,22 @@ def draw(
     }
 
 
+def _check(task: Task, count: int | None, lasting: float | None, samples: int, out: Path | None) -> None:
+    """Refuses what could not be drawn or written, before anything is."""
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, but is {samples}.")
+    if out is not None:
+        if not out.parent.is_dir() or out.is_dir():
+            raise ValueError(f"{out} cannot be written: give a file in a folder that exists.")
+        task.check_file(out)
+    elif task.speller() is None:
+        raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
+    if lasting is not None and count is not None:
+        raise ValueError("give --tokens or --seconds, not both.")
+    if lasting is not None and not 0 < lasting <= LONGEST:
+        raise ValueError(f"--seconds must be above 0 and at most {LONGEST:,}, but is {lasting:g}.")
+
+
 def most(model: Decoder, prompt: Tokens, count: int) -> int:
     """So many, or as many as the model can."""
     config = model.config
@@ -111,6 +116,7 @@ class Lasting:
         return row[: int(enough.argmax()) + 1] if enough.any() else row
 
     def complain(self, rows: list[Tokens]) -> None:
+        """Where some sample is shorter."""
         shortest = min(float(self._of(row).sum()) for row in rows)
         if shortest < self.wanted:
             print(f"Only {shortest:.1f} seconds were drawn: there is no room for more.", file=sys.stderr)

@@ -8,13 +8,14 @@ from torch import Tensor
 
 SCALE = ".scale"
 """What the names of scales end with."""
-BITS = range(2, 9)
+FEW = range(2, 9)
+"""Bits that a weight can have."""
 
 
 def pack(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """Matrices as bytes in which such numbers follow one another, and their scales; all else in float32."""
-    if bits not in BITS:
-        raise ValueError(f"weights can have from {BITS[0]} to {BITS[-1]} bits, not {bits}.")
+    if bits not in FEW:
+        raise ValueError(f"weights can have from {FEW[0]} to {FEW[-1]} bits, not {bits}.")
     packed: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if weight.dim() < 2:

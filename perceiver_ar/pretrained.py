@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from perceiver_ar.config import FORMAT_VERSION
-from perceiver_ar.packed import BITS as FEW
-from perceiver_ar.packed import pack, unpack
+from perceiver_ar.packed import FEW, pack, unpack
 from perceiver_ar.strict import Config
 
 CONFIG, WEIGHTS, BITS = "config.json", "model.safetensors", "bits"

@@ -226,25 +226,20 @@ def export(
 
 def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
     """The model of a run folder, or of its model/ alone; its task; and where its data were."""
-    model, task, about = load_with(run, device)
-    return model, task, about["data"]
-
-
-def load_with(run: str | Path, device: str) -> tuple[Decoder, Task, dict[str, Any]]:
-    """The model, its task, and all that is recorded of it."""
     inner = model_folder(run)
     about = read_sealed(inner / "experiment.json")
     if file_digest(inner / WEIGHTS) != about["sha256"]:
         raise Damaged(f"{inner / WEIGHTS} is damaged, or was changed.")
     model = load_model(inner, device)
     experiment = Experiment.from_dict(about["experiment"])
-    return model, tasks.get(experiment.task, experiment.options).at(inner), about
+    return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]
 
 
 def pack(run: str | Path, folder: Path, bits: int) -> None:
     """Writes a run's model alone, of so many bits a weight, and without saying where its data were."""
-    model, task, about = load_with(run, "cpu")
     check_new(folder)
+    model, task, _ = load(run, "cpu")
+    about = read_sealed(model_folder(run) / "experiment.json")
     export(folder, model, Experiment.from_dict(about["experiment"]), task, None, bits)
 
 

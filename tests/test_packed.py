@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from perceiver_ar import ModelConfig, PerceiverAR, presets
 from perceiver_ar.packed import SCALE, pack, unpack
 from perceiver_ar.pretrained import WEIGHTS, save_packed
-from perceiver_ar.run import export, load_with
+from perceiver_ar.run import export, load
 from perceiver_ar.run import pack as pack_run
 from perceiver_ar.tasks.copy import CopyTask
 from tests.forked import run
@@ -113,7 +113,7 @@ def test_a_run_is_packed_for_every_command_and_tells_no_paths(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "MB instead of" in done.stdout
     assert "a/folder" not in (tmp_path / "small/experiment.json").read_text()
-    assert load_with(tmp_path / "small", "cpu")[2]["data"] is None
+    assert load(tmp_path / "small", "cpu")[2] is None
     evaluated = run("evaluate", str(tmp_path / "small"), "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     for folder, bits, sentence in (

@@ -102,18 +102,25 @@ def trained(
             if documents is not None:
                 few = [found.documents[i] for i in range(min(documents, len(found.documents)))]
                 found = replace(found, documents=few)
-            rows = []
-            for ask in asks:
-                report = evaluate(found.model, found.task, found.documents, **ask.settings)
-                values: Found = {label: of(report) for label, of in figures.items()}
-                values |= more(found, ask, place) if more is not None else {}
-                rows.append(Row({**about, **ask.about, "seed": seed}, values, ask.paper, ask.at))
-            return rows
+            return [
+                Row({**about, **ask.about, "seed": seed}, values, ask.paper, ask.at)
+                for ask, values in answers(found, asks, figures, more, place)
+            ]
 
         check = partial(check_store, experiment, data, bench, counted)
         return Cell(named({**about, "seed": seed}), settings, work, hours(chosen), check, where, learn)
 
     return map(cell, range(bench.seeds))
+
+
+def answers(
+    found: Trained, asks: Sequence[Ask], figures: Figures, more: More | None, place: Path
+) -> Iterator[tuple[Ask, Found]]:
+    """What a trained model is found to be, as it is asked."""
+    for ask in asks:
+        report = evaluate(found.model, found.task, found.documents, **ask.settings)
+        values: Found = {label: of(report) for label, of in figures.items()}
+        yield ask, values | (more(found, ask, place) if more is not None else {})
 
 
 def named(about: About) -> str:
