@@ -1,17 +1,27 @@
 """Training with products of eight-bit floats, to see what they give: not a part of the library.
 
 Numbers of a tensor share one scale, found anew each time: e4m3 forwards, e5m2 for gradients.
+
+    python -m benchmarks.fp8 STORE OUT
+
+trains on the bytes of a store twice, with and without, from one seed, and says what became of the loss.
 """
 
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+import tyro
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from benchmarks.sizes import SIZES
+from perceiver_ar import Experiment, TrainConfig, train
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 plain_linear = F.linear
@@ -33,6 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if any(size % 16 for size in (rows, *weight.shape)):
         return plain_linear(x.to(weight.dtype), weight, bias)
     y = _Product.apply(x.flatten(0, -2).bfloat16(), weight.bfloat16()).unflatten(0, x.shape[:-1])
+    y = y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -64,3 +75,38 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     """(T, I) by (O, I)."""
     return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=torch.bfloat16)
+
+
+def compare(
+    data: tyro.conf.Positional[Path],
+    out: tyro.conf.Positional[Path],
+    size: str = "8k",
+    steps: int = 200,
+    batch: int = 8,
+    device: str = "auto",
+) -> None:
+    """Trains twice from one seed, and prints both losses, means of a tenth of the steps, as JSON lines."""
+    compiled = not device.startswith("cpu")
+    settings = TrainConfig(
+        steps=steps,
+        batch_size=batch,
+        learning_rate=3e-4,
+        warmup_steps=steps // 4,
+        log_every=1,
+        compile=compiled,
+    )
+    losses = {}
+    for fp8 in (False, True):
+        with eight_bits(fp8):
+            experiment = Experiment("fp8", "text", SIZES[size].model, settings)
+            run = train(experiment, data, out / f"fp8-{fp8}", show=False, device=device)
+        lines = (Path(run["run"]) / "metrics.jsonl").read_text().splitlines()
+        losses[fp8] = [json.loads(line)["loss"] for line in lines]
+    each = steps // 10
+    for first in range(0, steps, each):
+        bf16, eight = (sum(losses[fp8][first : first + each]) / each for fp8 in (False, True))
+        print(json.dumps({"step": first + each, "bf16": round(bf16, 4), "fp8": round(eight, 4)}))
+
+
+if __name__ == "__main__":
+    tyro.cli(compare, prog="python -m benchmarks.fp8")

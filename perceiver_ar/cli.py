@@ -505,8 +505,8 @@ def reproduce(
         out: Folder for runs and results. Default: reproduction/NAME-SCALE.
         seeds: How often each training is done.
         cell: Run only this part.
-        jobs: Train so many models at a time, before any is evaluated or timed: small ones leave most of a GPU
-            idle.
+        jobs: Train and evaluate so many models at a time, before anything is timed: small ones leave most
+            of a GPU idle.
         all: All of them, one after another.
         report: Run nothing, but collect what was found in one page; --out is then the folder of all results.
         page: That page.

@@ -73,6 +73,18 @@ def test_products_of_eight_bit_floats_are_near_the_others() -> None:
         assert torch.equal(found[0][0], found[1][0]) is exact  # and not by the same products
 
 
+def test_losses_with_and_without_eight_bit_floats_are_set_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_store(tmp_path / "store", {"train": np.arange(3000)[None] % 17 + 3}, 259, "text")
+    monkeypatch.setitem(sizes.SIZES, "small", SMALL)
+    fp8_module.compare(tmp_path / "store", tmp_path / "runs", "small", steps=20, batch=2, device="cpu")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines] == list(range(2, 21, 2))
+    assert all(abs(line["bf16"] - line["fp8"]) < 0.05 for line in lines)
+    assert any(line["bf16"] != line["fp8"] for line in lines)
+
+
 @pytest.mark.slow
 def test_fast_paths_are_at_least_1_3_times_as_fast_on_a_cpu() -> None:
     size, best = replace(sizes.SIZES["laptop"], batch=1), {False: 0.0, True: 0.0}

@@ -94,17 +94,18 @@ def trained(
         def where() -> Path:
             return run_of(*settled(), bench)
 
+        def ready() -> Trained:
+            return finish(*settled(), bench, documents)
+
         def learn() -> None:
-            teach(*settled(), bench)
+            found = ready()
+            for ask in asks:
+                asked(found, ask)
 
         def work(place: Path) -> list[Row]:
-            found = finish(*settled(), bench)
-            if documents is not None:
-                few = [found.documents[i] for i in range(min(documents, len(found.documents)))]
-                found = replace(found, documents=few)
             return [
                 Row({**about, **ask.about, "seed": seed}, values, ask.paper, ask.at)
-                for ask, values in answers(found, asks, figures, more, place)
+                for ask, values in answers(ready(), asks, figures, more, place)
             ]
 
         check = partial(check_store, experiment, data, bench, counted)
@@ -118,9 +119,20 @@ def answers(
 ) -> Iterator[tuple[Ask, Found]]:
     """What a trained model is found to be, as it is asked."""
     for ask in asks:
-        report = evaluate(found.model, found.task, found.documents, **ask.settings)
+        report = asked(found, ask)
         values: Found = {label: of(report) for label, of in figures.items()}
         yield ask, values | (more(found, ask, place) if more is not None else {})
+
+
+def asked(found: Trained, ask: Ask) -> dict[str, Any]:
+    """The report of an evaluation, which is done once and kept beside the model."""
+    settings = {**ask.settings, "documents": len(found.documents)}
+    kept = found.run / "asked" / f"{digest(settings)[:16]}.json"
+    if not kept.exists():
+        report = evaluate(found.model, found.task, found.documents, **ask.settings)
+        kept.parent.mkdir(exist_ok=True)
+        write_whole(kept, json.dumps(report).encode())
+    return json.loads(kept.read_text())
 
 
 def named(about: About) -> str:
@@ -166,12 +178,15 @@ def teach(experiment: Experiment, data: Path | None, bench: Bench) -> Path:
     return run
 
 
-def finish(experiment: Experiment, data: Path | None, bench: Bench) -> Trained:
-    """A trained model."""
+def finish(experiment: Experiment, data: Path | None, bench: Bench, documents: int | None = None) -> Trained:
+    """A trained model, and the validation split, or only so many documents of it."""
     run = teach(experiment, data, bench)
     model, task, _ = load(run, str(pick_device(bench.device)))
     source = open_source(task.name, task.to_dict(), data)
-    return Trained(model, source.task, source.documents("validation"), experiment, run)
+    scored = source.documents("validation")
+    if documents is not None:
+        scored = [scored[i] for i in range(min(documents, len(scored)))]
+    return Trained(model, source.task, scored, experiment, run)
 
 
 def hours(experiment: Experiment) -> float:

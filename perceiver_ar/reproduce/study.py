@@ -49,7 +49,7 @@ class Cell:
     where: Callable[[], Path] | None = None
     """Times what decides about its training, and says where that is kept."""
     learn: Callable[[], None] = lambda: None
-    """Does that training, which others may go on beside."""
+    """Does that training and what else others may go on beside."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def run(
 ) -> dict[str, Any]:
     """Runs the cells that are not done yet, and writes what there is after each.
 
-    jobs: so many models are trained at a time, all before anything is evaluated or timed.
+    jobs: so many models are trained and evaluated at a time, all before anything else is timed.
     """
     if bench.scale != "smoke" and study.needs and bench.data is None:
         raise ValueError(f"{study.name} needs data: --data with {study.needs_at(bench.scale)}")
