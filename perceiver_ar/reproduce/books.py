@@ -35,8 +35,8 @@ def _book(bench: Bench, context: int) -> Experiment:
         259,
         context,
         512 if small else 8,
-        channels=384 if small else 16,
-        heads=6 if small else 1,
+        channels=256 if small else 16,
+        heads=4 if small else 1,
         layers=6 if small else 2,
         tied=True,
         queries="inputs",
@@ -222,7 +222,7 @@ def _ours_is_better(rows: list[Row], scale: Scale) -> bool | None:
 
 
 _SMALL = (
-    "At `small` 6 layers of 384 channels, 512 latents, 2,000 steps of 32 sequences, contexts of 512 to "
+    "At `small` 6 layers of 256 channels, 512 latents, 2,000 steps of 32 sequences, contexts of 512 to "
     "4,096, perplexity a token; books are bytes."
 )
 STUDIES = [

@@ -94,7 +94,7 @@ def _by_latents(bench: Bench) -> list[Cell]:
         stands = {count: count for count in counts}
     else:
         size, latents = (32, 256) if bench.scale == "small" else (SIZE, 16)
-        fixed = _image(bench, size, 3 * size**2 + 1, latents, 3000)
+        fixed = _image(bench, size, 3 * size**2 + 1, latents, 2000)
         stands = {count * latents // 1024 or 1: count for count in PAPER_BITS}
     latents = fixed.model.latents
     varied = replace(fixed, train=replace(fixed.train, latents_drawn=(latents // 8, latents // 2, latents)))
