@@ -113,7 +113,8 @@ def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
     head = [
         "# The paper's claims, run",
         "",
-        "Written by `perceiver-ar reproduce --all --report`; what was not run is not filled in.",
+        "Written by `perceiver-ar reproduce --all --report`; what was not run is not filled in. Minutes are "
+        "of the command that is named, which goes on from models that another study had trained before.",
         "",
         "| study | in the paper | small | paper's size |",
         "|---|---|---|---|",
