@@ -104,8 +104,8 @@ def compare(
         losses[fp8] = [json.loads(line)["loss"] for line in lines]
     each = steps // 10
     for first in range(0, steps, each):
-        bf16, eight = (sum(losses[fp8][first : first + each]) / each for fp8 in (False, True))
-        print(json.dumps({"step": first + each, "bf16": round(bf16, 4), "fp8": round(eight, 4)}))
+        plain, eight = (sum(losses[fp8][first : first + each]) / each for fp8 in (False, True))
+        print(json.dumps({"step": first + each, "plain": round(plain, 4), "fp8": round(eight, 4)}))
 
 
 if __name__ == "__main__":
