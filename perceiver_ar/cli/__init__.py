@@ -1,0 +1,81 @@
+"""The command line; the only importer of tyro. What a command needs is imported when it runs."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import tyro
+
+from perceiver_ar.cli.drawing import generate, playground
+from perceiver_ar.cli.scoring import evaluate, plot, score
+from perceiver_ar.cli.sharing import convert, export, pack
+from perceiver_ar.cli.stores import download, prepare, prepare_task
+from perceiver_ar.cli.studies import reproduce
+from perceiver_ar.cli.training import plan, plan_preset, show_presets, train, train_preset
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "presets": show_presets,
+    "download": download,
+    "prepare": prepare,
+    "train": train,
+    "plan": plan,
+    "evaluate": evaluate,
+    "plot": plot,
+    "export": export,
+    "pack": pack,
+    "score": score,
+    "generate": generate,
+    "playground": playground,
+    "reproduce": reproduce,
+    "convert": convert,
+}
+OWN = {"prepare": prepare_task, "train": train_preset, "plan": plan_preset}
+"""Those whose options follow from their first argument."""
+
+
+def main() -> None:
+    """Runs a command; a user's mistake ends with one sentence and status 2."""
+    try:
+        if sys.argv[1:2] and sys.argv[1] in OWN:
+            OWN[sys.argv[1]](sys.argv[2:])
+        else:
+            tyro.extras.subcommand_cli_from_dict(
+                COMMANDS,
+                prog="perceiver-ar",
+                description="Perceiver AR: long-context autoregressive models.",
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except KeyboardInterrupt:
+        print("perceiver-ar: interrupted.", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        end(str(error), 2)
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        end(f"another process of this run died, or does not answer ({str(error).splitlines()[0]}).", 1)
+
+
+def end(why: str, status: int) -> NoReturn:
+    """With one sentence. Under torchrun the first process of a machine says it, and all are ended."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)  # by then it is over, unless this one alone is wrong
+    print(f"perceiver-ar: {why}", file=sys.stderr, flush=True)
+    if ranks_talk():
+        os._exit(status)  # else torch would wait, or abort
+    sys.exit(status)
+
+
+def ranks_talk() -> bool:
+    """Whether this is one of several processes; without importing torch to find out."""
+    module = sys.modules.get("perceiver_ar.distributed")
+    return module is not None and module.joined()
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether it says that another process cannot be reached."""
+    from torch.distributed import DistError
+
+    return ranks_talk() and (isinstance(error, DistError) or "gloo" in str(error))

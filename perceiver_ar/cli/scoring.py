@@ -1,0 +1,142 @@
+"""Commands that tell how good a model is: evaluate, score and plot."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from perceiver_ar.cli.arguments import PATIENCE, Device, Json, Run
+
+
+def evaluate(
+    run: Run,
+    split: str = "validation",
+    latents: int | None = None,
+    stride: int | None = None,
+    context: int | None = None,
+    batch_size: int | None = None,
+    data: Path | None = None,
+    plot: Path | None = None,
+    compile: bool = False,
+    int8: bool = False,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Score every token of a split once, with strided windows; under torchrun, they are shared out.
+
+    Args:
+        run: Folder of a run.
+        split: Which split of the store.
+        latents: How many to use. Default: as many as in training.
+        stride: Targets between windows; fewer give each more context. Default: half the latents; of
+            Transformer-XL: none, but segments to which the memory is passed on.
+        context: Most inputs of a window. Default: as many as the model takes.
+        batch_size: Windows at a time. Default: as many as have 16,384 latents, a million inputs
+            and a gigabyte of logits.
+        data: Another token store than the run was trained on.
+        plot: Picture of the loss by position in the document.
+        compile: Compile each block: on a GPU, faster after a minute's wait.
+        int8: Round the weights of the blocks to eight bits, to see what that costs.
+    """
+    import torch
+
+    from perceiver_ar.architectures import compile_blocks
+    from perceiver_ar.distributed import join, leave
+    from perceiver_ar.evaluation import evaluate, predict
+    from perceiver_ar.plots import check_picture, draw_positions
+    from perceiver_ar.quantized import quantize
+    from perceiver_ar.report import progress_bar, show
+    from perceiver_ar.run import check_vocabulary, load, open_source
+    from perceiver_ar.watch import Watch
+
+    if plot is not None:
+        check_picture(plot)
+    ranks, where = join(device, minutes=24 * 60)  # some windows take longer than others
+    model, task, before = load(run, str(where))
+    source = open_source(task.name, task.to_dict(), data or before)
+    check_vocabulary(source, model)
+    if int8:
+        quantize(model)
+    if compile:
+        compile_blocks(model)
+    documents = source.documents(split)
+    with Watch(ranks, PATIENCE) as watch, progress_bar(ranks.leads and not as_json, "scoring") as progress:
+
+        def going_on(done: int, wanted: int) -> None:
+            watch.beat()
+            progress(done, wanted)
+
+        report = evaluate(
+            model,
+            source.task,
+            documents,
+            latents=latents,
+            stride=stride,
+            context=context,
+            batch_size=batch_size,
+            progress=going_on,
+            ranks=ranks,
+        )
+    leave()
+    if not ranks.leads:
+        return
+    if plot is not None:
+        draw_positions(report, plot)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        with torch.compiler.set_stance("force_eager"):  # not worth compiling for
+            sample = source.task.show(*predict(model, source.task, documents[0], 16))
+        show(report, sample)
+
+
+def score(
+    run: Run,
+    file: Annotated[Path, tyro.conf.Positional],
+    latents: int | None = None,
+    stride: int | None = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Print the nats of each token of one document, one a line.
+
+    Args:
+        run: Folder of a run.
+        file: The document.
+        latents: How many to use. Default: as many as in training.
+        stride: Targets between windows. Default: half the latents.
+    """
+    from perceiver_ar.device import pick_device
+    from perceiver_ar.evaluation import score
+    from perceiver_ar.run import load
+
+    model, task, _ = load(run, str(pick_device(device)))
+    document = task.read(file)
+    if document.tokens.max() >= model.config.vocab_size:
+        raise ValueError(f"{file} holds tokens that the model does not know.")
+    nats: list[float] = []
+    for batch, _, parts in score(model, task, [document], latents, stride, 8):
+        for row, part in zip(batch.float().cpu(), parts, strict=True):
+            nats += row[len(row) - len(part.places) :].tolist()
+    if as_json:
+        print(json.dumps({"tokens": len(nats), "nats": nats, "mean": sum(nats) / len(nats)}))
+    else:
+        print("\n".join(f"{value:.6f}" for value in nats))
+
+
+def plot(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], out: Path
+) -> None:
+    """Draw the losses of runs, finished or not, by step.
+
+    Args:
+        runs: Folders of runs.
+        out: The picture: .png, .svg or .pdf.
+    """
+    from perceiver_ar.plots import check_picture, draw_curves
+
+    if not runs:
+        raise ValueError("give the folder of at least one run.")
+    check_picture(out)
+    draw_curves(runs, out)

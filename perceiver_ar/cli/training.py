@@ -1,0 +1,132 @@
+"""Commands that train: the presets, train, and plan, which says what that would cost."""
+
+import json
+import sys
+from dataclasses import asdict, make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from perceiver_ar.cli.arguments import Device, Json
+from perceiver_ar.config import Experiment
+
+
+def show_presets(as_json: Json = False) -> None:
+    """List the paper's experiments and their sizes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from perceiver_ar import presets
+    from perceiver_ar.architectures import parameter_count
+
+    rows: dict[str, dict[str, Any]] = {}
+    for name in presets.names():
+        experiment = presets.get(name)
+        sizes = {key: getattr(experiment.model, key) for key in ("context", "latents", "layers", "channels")}
+        rows[name] = {"task": experiment.task, **sizes, "parameters": parameter_count(experiment.model)}
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("name", "task", box=None, padding=(0, 1, 0, 0))
+    for heading in ("context", "latents", "layers", "channels", "parameters"):
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        row["parameters"] = f"{row['parameters'] / 1e6:,.1f}M"
+        table.add_row(name, *(f"{cell:,}" if isinstance(cell, int) else cell for cell in row.values()))
+    Console().print(table)
+
+
+def preset_fields(name: str) -> tuple[Experiment, list[tuple[str, Any, Any]]]:
+    """An experiment, and the options that its settings are the defaults of."""
+    from perceiver_ar import presets, tasks
+
+    experiment = presets.get(name)
+    fields: list[tuple[str, Any, Any]] = [
+        (part, type(value), value)
+        for part, value in (("model", experiment.model), ("train", experiment.train))
+    ]
+    if tasks.is_known(experiment.task):
+        task = tasks.get(experiment.task, experiment.options)
+        fields.append(("task", type(task), task))
+    return experiment, fields
+
+
+def as_chosen(experiment: Experiment, chosen: Any) -> Experiment:
+    options = chosen.task.to_dict() if hasattr(chosen, "task") else experiment.options
+    return replace(experiment, model=chosen.model, train=chosen.train, options=options)
+
+
+def train(preset: Annotated[str, tyro.conf.Positional]) -> None:
+    """Train a preset, with any of its settings changed: `perceiver-ar train PRESET --help`."""
+    raise AssertionError("run by train_preset, which knows the preset's own settings")
+
+
+def train_preset(arguments: list[str]) -> None:
+    """The settings of the preset are the defaults of the options."""
+    if not arguments or arguments[0].startswith("-"):
+        print(
+            "usage: perceiver-ar train PRESET [--data DIR] [--out RUN] [--model.latents 512 ...] [--resume]"
+        )
+        print("`perceiver-ar presets` lists the presets, `perceiver-ar train PRESET --help` all settings.")
+        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+    experiment, fields = preset_fields(arguments[0])
+    fields += [
+        ("data", Annotated[tuple[Path, ...], tyro.conf.arg(help="Token stores made by `prepare`.")], ()),
+        (
+            "weights",
+            Annotated[tuple[float, ...], tyro.conf.arg(help="How much of each. Default: alike.")],
+            (),
+        ),
+        ("out", Annotated[Path | None, tyro.conf.arg(help="Folder of the run. Default: runs/PRESET.")], None),
+        ("init", Annotated[Path | None, tyro.conf.arg(help="Trained model to start from.")], None),
+        ("resume", Annotated[bool, tyro.conf.arg(help="Go on from the newest checkpoint.")], False),
+        ("device", Device, "auto"),
+    ]
+    kind = make_dataclass("Train", fields, frozen=True)
+    chosen: Any = tyro.cli(
+        kind, args=arguments[1:], prog=f"perceiver-ar train {arguments[0]}", description="Train a model."
+    )
+    from perceiver_ar.distributed import leave, restarts
+    from perceiver_ar.training import train
+
+    if chosen.weights and len(chosen.weights) != len(chosen.data):
+        raise ValueError(f"{len(chosen.weights)} weights do not fit {len(chosen.data)} stores of --data.")
+    if len({path.resolve() for path in chosen.data}) < len(chosen.data):
+        raise ValueError("the same store stands twice in --data.")
+    data = dict(zip(chosen.data, chosen.weights or [1.0] * len(chosen.data), strict=True))
+    experiment = as_chosen(experiment, chosen)
+    result = train(experiment, data, chosen.out, resume=chosen.resume, init=chosen.init, device=chosen.device)
+    leave()
+    done, most = restarts()
+    if result["signal"] and done == most:  # else torchrun would start again what was asked to stop
+        sys.exit(128 + result["signal"])
+
+
+def plan(preset: Annotated[str, tyro.conf.Positional]) -> None:
+    """Say what training a preset would cost: `perceiver-ar plan PRESET --gpus 8 --gpu h200`."""
+    raise AssertionError("run by plan_preset, which knows the preset's own settings")
+
+
+def plan_preset(arguments: list[str]) -> None:
+    """The settings of the preset are the defaults of the options, as in training."""
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: perceiver-ar plan PRESET [--gpus 8] [--gpu h200] [--train.batch-size 64 ...]")
+        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+    from perceiver_ar.plan import GPUS, plan
+
+    experiment, fields = preset_fields(arguments[0])
+    fields += [
+        ("gpus", Annotated[int, tyro.conf.arg(help="How many.")], 1),
+        ("gpu", Annotated[str, tyro.conf.arg(help=f"Which: {', '.join(GPUS)}.")], "h200"),
+        ("as_json", Json, False),
+    ]
+    kind = make_dataclass("Plan", fields, frozen=True)
+    chosen: Any = tyro.cli(
+        kind,
+        args=arguments[1:],
+        prog=f"perceiver-ar plan {arguments[0]}",
+        description="What training it would cost. The sums fit one H200 within 15 %; no other GPU was tried.",
+    )
+    found = plan(as_chosen(experiment, chosen), chosen.gpu, chosen.gpus)
+    print(json.dumps(asdict(found)) if chosen.as_json else found)
