@@ -1,4 +1,4 @@
-"""The command line; the only importer of tyro. What a command needs is imported when it runs."""
+"""The command line; no other package imports tyro. What a command needs is imported when it runs."""
 
 import os
 import sys
