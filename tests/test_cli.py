@@ -239,3 +239,14 @@ def test_help_comes_without_importing_torch() -> None:
     code = "import sys, perceiver_ar.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert "presets" in run("--help").stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake() -> None:
+    code = "import sys; from perceiver_ar.cli import main; sys.argv[1:] = ['download']; main()"
+    command = [sys.executable, "-u", "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 141

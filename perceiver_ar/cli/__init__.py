@@ -50,6 +50,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("perceiver-ar: interrupted.", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # what reads this, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        sys.exit(141)
     except (ValueError, OSError) as error:
         end(str(error), 2)
     except RuntimeError as error:
