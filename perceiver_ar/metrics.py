@@ -24,7 +24,8 @@ class Metrics:
         if leads:
             forget_after(self.path, start)
         show = show and leads
-        self.leads, self.show, self.console = leads, show, Console(stderr=True)
+        self.leads, self.show = leads, show
+        self.console = Console(stderr=True, markup=False, emoji=False)  # samples are shown as they are
         self.write_elsewhere = _logger(config.logger if leads else "none", folder)
         self.progress = Progress(
             TextColumn("step {task.completed:,} of {task.total:,}"),

@@ -252,12 +252,13 @@ def _advice(
     found = [] if smaller is None else [f"--train.micro-batch-size {smaller}"]
     if fits(sequences, recomputed=True):
         found.append("--model.checkpoint-activations, for a third more time")
-    modes: list[Parallel] = ["zero1", "fsdp"] if gpus > 1 else []
+    whole = experiment.train.optimizer == "muon"  # which needs whole matrices
+    modes: list[Parallel] = ["zero1", "fsdp"] if gpus > 1 and not whole else []
     found += [f"--train.parallel {mode}" for mode in modes if fits(sequences, parallel=mode)]
     if found:
         return found
     least = "--train.parallel fsdp --train.micro-batch-size 1 --model.checkpoint-activations"
-    for more in (n for n in (2, 4, 8, 16, 32, 64, 128, 256) if n >= gpus):
+    for more in (n for n in (2, 4, 8, 16, 32, 64, 128, 256) if n >= gpus and not whole):
         if fits(1, more, True, parallel="fsdp"):
             return [f"{more} GPUs with {least}"]
         shared = isinstance(experiment.model, ModelConfig)

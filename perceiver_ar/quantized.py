@@ -4,8 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from perceiver_ar.baselines import RelativeBlock
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.layers import Linear
+from perceiver_ar.model import Block
 
 
 class Int8Linear(nn.Module):
@@ -34,8 +36,10 @@ def quantize(model: Decoder) -> Decoder:
 
     Embeddings, layer norms and the output stay as they are. It cannot be trained or saved any more.
     """
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, Linear):
-                setattr(parent, name, Int8Linear(child))
+    for block in model.modules():
+        if isinstance(block, Block | RelativeBlock):
+            for parent in list(block.modules()):
+                for name, child in parent.named_children():
+                    if isinstance(child, Linear):
+                        setattr(parent, name, Int8Linear(child))
     return model.eval()

@@ -45,7 +45,7 @@ def readable(
 def read_alone(read: Callable[[Path], Any], path: Path, seconds: float = 60) -> Any:
     """What is read of one file, in a process of its own: some readers crash on damaged files."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist.")
+        raise ValueError(f"{path} is a folder: give a file." if path.is_dir() else f"{path} does not exist.")
     (done,) = each(read, [path], 1, seconds)
     if done.error is not None:
         raise ValueError(f"{path} cannot be used: {done.error}")
@@ -54,7 +54,7 @@ def read_alone(read: Callable[[Path], Any], path: Path, seconds: float = 60) -> 
 
 def show(report: dict[str, Any], sample: str | None) -> None:
     """Prints the report, and the sample if there is one."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     for key, value in report.items():
         if key != "by_position":
             console.print(f"{key:10} {_number(key, value)}")

@@ -34,7 +34,9 @@ class Store:
     def open(cls, folder: str | Path) -> Self:
         folder = Path(folder)
         if not (folder / "meta.json").exists():
-            raise ValueError(f"{folder} is not a token store: make one with `perceiver-ar prepare`.")
+            raise ValueError(
+                f"{folder} is not a token store: make one with `perceiver-ar prepare`, or name one by --data."
+            )
         meta = read_sealed(folder / "meta.json")
         check_version(meta["format_version"], FORMAT_VERSION, folder)
         return cls(folder, meta)

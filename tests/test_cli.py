@@ -21,6 +21,32 @@ def test_presets_are_listed_with_their_sizes() -> None:
     assert set(presets.names()) <= set(lines)
 
 
+def test_markup_in_a_text_is_shown_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "bb.txt").write_text("some bold text :warning:[/b]\n" * 40)
+    assert run("prepare", "text", str(tmp_path / "bb.txt"), "--out", str(tmp_path / "store")).returncode == 0
+    small = ("--model.context", "32", "--model.latents", "16", "--model.layers", "1")
+    where = ("--data", str(tmp_path / "store"), "--out", str(tmp_path / "run"))
+    trained = run("train", "tiny", *SMALL, *small, "--train.evaluate-every", "2", *where)
+    assert trained.returncode == 0, trained.stderr
+    assert ":warning:[/b]" in trained.stderr
+    cut = run("generate", str(tmp_path / "run"), "--prompt-file", str(tmp_path / "bb.txt"), "--keep", "-2")
+    assert (cut.returncode, cut.stderr) == (2, "perceiver-ar: --keep must be at least 1, but is -2.\n")
+
+
+def test_a_document_without_tokens_is_not_scored(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("one two three two one\n" * 40)
+    (tmp_path / "empty.txt").write_text("")
+    words = ("--tokenizer", "words", "--out", str(tmp_path / "store"))
+    assert run("prepare", "text", str(tmp_path / "words.txt"), *words).returncode == 0
+    small = ("--model.context", "8", "--model.latents", "4", "--model.layers", "1")
+    where = ("--data", str(tmp_path / "store"), "--out", str(tmp_path / "run"))
+    trained = run("train", "tiny", *SMALL, *small, *where)
+    assert trained.returncode == 0, trained.stderr
+    scored = run("score", str(tmp_path / "run"), str(tmp_path / "empty.txt"), "--json")
+    assert scored.returncode == 2
+    assert "holds no tokens to score" in scored.stderr
+
+
 def test_presets_as_json_are_one_object_on_one_line() -> None:
     result = run("presets", "--json")
     (line,) = result.stdout.splitlines()

@@ -121,3 +121,11 @@ def test_only_perceiver_ar_shares_inputs() -> None:
     experiment = presets.get("wikitext103-xl")
     with pytest.raises(ValueError, match="context_parallel shares out the inputs"):
         replace(experiment, train=replace(experiment.train, context_parallel=2))
+
+
+def test_advice_for_muon_leaves_its_matrices_whole() -> None:
+    experiment = presets.get("imagenet64")
+    muon = replace(experiment, train=replace(experiment.train, optimizer="muon"))
+    advice = plan(muon, "4090", 8).advice
+    assert advice
+    assert not any("zero1" in line or "fsdp" in line for line in advice)

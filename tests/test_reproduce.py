@@ -452,6 +452,7 @@ def test_the_command_lists_plans_runs_and_reports(
         (("copy-length", "--seeds", "0"), "at least 1"),
         (("copy-length", "--jobs", "0"), "jobs must be at least 1"),
         (("copy-length", "--report"), "give no name"),
+        (("--all", "--report"), "reproduction holds no results"),
     ],
 )
 def test_mistakes_are_said_in_one_sentence(

@@ -113,6 +113,8 @@ def score(
 
     model, task, _ = load(run, str(pick_device(device)))
     document = task.read(file)
+    if document.stop <= document.first:
+        raise ValueError(f"{file} holds no tokens to score.")
     if document.tokens.max() >= model.config.vocab_size:
         raise ValueError(f"{file} holds tokens that the model does not know.")
     nats: list[float] = []

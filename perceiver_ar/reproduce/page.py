@@ -110,6 +110,8 @@ def _command(study: Study, scale: str, seeds: int, jobs: int = 1) -> str:
 
 def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
     """One page of all studies: which claims were shown, at which scale, and which were not run."""
+    if not any(folder.glob("*/results.json")):
+        raise ValueError(f"{folder} holds no results: run a study first, or say by --out where they are.")
     head = [
         "# The paper's claims, run",
         "",
