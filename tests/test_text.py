@@ -340,13 +340,31 @@ def test_splits_are_known_by_their_usual_names(tmp_path: Path) -> None:
     names = {"train-00000-of-00001_jsonl": '"one"', "valid-0_jsonl": '"two"', "test-0_jsonl": '"three"'}
     store = make(write(tmp_path / "a", **names), tmp_path / "s")
     assert [texts(store, split) for split in splits.SPLITS] == [[b"one"], [b"two"], [b"three"]]
-    write(tmp_path / "a", other_txt="four")
-    with pytest.raises(ValueError, match=r"other\.txt belongs to no split"):
-        make(tmp_path / "a", tmp_path / "t")
     alone = write(tmp_path / "b", **{f"train__{n}_txt": f"text {n}" for n in range(10)})
     assert len(make(alone, tmp_path / "u", validation=0.2).split("validation")) == 2
     few = write(tmp_path / "c", train__x_txt="one", dev__x_txt="two", test__x_txt="three")
     assert set(make(few, tmp_path / "v", validation=0.05, test=0.05).meta["splits"]) == set(splits.SPLITS)
+
+
+def test_what_no_split_is_named_for_is_for_training(tmp_path: Path) -> None:
+    held = {"test__t_txt": "test", "validation__v_txt": "validation"}
+    books = write(tmp_path / "a/top", **{f"books__{n}_txt": f"text {n}" for n in range(4)}, **held)
+    store = make(books.parent, tmp_path / "s", test=0.2)
+    assert [len(texts(store, split)) for split in splits.SPLITS] == [4, 1, 1]
+    assert [texts(store, split) for split in splits.SPLITS[1:]] == [[b"validation"], [b"test"]]
+    # Of what is not named for a split, what is missing is taken out: documents, lines, or an end.
+    lines = "".join(json.dumps(f"line {n}") + "\n" for n in range(100))
+    store = make(write(tmp_path / "b", all_jsonl=lines, test_jsonl='"test"'), tmp_path / "t", validation=0.3)
+    assert texts(store, "test") == [b"test"]
+    assert 15 < len(texts(store, "validation")) < 45
+    store = make(write(tmp_path / "c", one_md="0123456789", test_txt="test"), tmp_path / "u", validation=0.2)
+    assert [texts(store, split) for split in splits.SPLITS] == [[b"01234567"], [b"89"], [b"test"]]
+
+
+def test_code_that_is_called_as_a_split_is_text_like_any_other(tmp_path: Path) -> None:
+    code = write(tmp_path / "a", train_py="a", model_py="b", **{"test-model_py": "c", "test_py": "d"})
+    store = make(code, tmp_path / "s", pattern="*.py", validation=0)
+    assert texts(store, "train") == [b"b", b"c", b"d", b"a"]
 
 
 def test_tokenizer_files_that_lose_text_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from perceiver_ar.extras import need
 from perceiver_ar.preparing import Corpus, make_store
 from perceiver_ar.report import progress_bar
 from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
-from perceiver_ar.splits import Shares
+from perceiver_ar.splits import Shares, left
 from perceiver_ar.store import Store, check_new
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
 from perceiver_ar.vocabulary import FILES, Kind, Vocabulary, check_exact
@@ -119,8 +119,8 @@ def prepare(
 
     Args:
         source: A file, a folder of files, - for standard input, or a dataset of the Hugging Face hub. Each
-            text file is a document, as is each line of .jsonl and each row of .parquet. Folders or files
-            named train, validation and test are the splits.
+            text file is a document, as is each line of .jsonl and each row of .parquet. Folders named
+            train, validation and test are the splits, as are files such as train.txt; the rest is train's.
         out: Folder of the store.
         tokenizer: bytes; unigram or bpe: pieces of words, learned from the text; words: as they are.
         vocab_size: How many tokens, special ones included. Default: 32,000 pieces, or all words.
@@ -137,8 +137,9 @@ def prepare(
         raise ValueError("--vocab-size is for tokenizers that are made here: unigram, bpe or words.")
     if vocab_size is not None and vocab_size < FIRST + 2:
         raise ValueError(f"--vocab-size must be at least {FIRST + 2}, but is {vocab_size}.")
-    shares = Shares(validation, test)
+    asked = Shares(validation, test)
     files = find_files(_fetch(source, out, key), pattern)
+    shares = left(files.values(), asked)
     corpus = Corpus(plan(files, shares, to_the_byte=kind == "bytes"), key, shares)
     size = 32_000 if vocab_size is None and kind in ("unigram", "bpe") else vocab_size
     store = make_store(corpus, out, kind, size, given, workers or os.cpu_count() or 1, _bar)
