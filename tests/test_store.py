@@ -122,11 +122,26 @@ def test_splits_are_given_or_made(tmp_path: Path) -> None:
     np.save(tmp_path / "many.npy", np.arange(100).reshape(20, 5))
     many = prepare(tmp_path / "many.npy", tmp_path / "s2", validation=0.1)
     assert [len(many.split(name)) for name in ("train", "validation")] == [18, 2]
+    both = prepare(tmp_path / "one.npy", tmp_path / "s4", validation=0.1, test=0.2)
+    assert [both.split(name).length(0) for name in ("train", "validation", "test")] == [71, 11, 21]
     for name in ("train", "validation"):
         (tmp_path / "given" / name).mkdir(parents=True)
         np.save(tmp_path / "given" / name / "x.npy", np.arange(7))
     given_ = prepare(tmp_path / "given", tmp_path / "s3")
     assert set(given_.meta["splits"]) == {"train", "validation"}
+
+
+def test_no_ids_are_dropped_however_folders_are_called(tmp_path: Path) -> None:
+    def counts(*folders: str) -> dict[str, int]:
+        source = tmp_path / "-".join(folders)
+        for name in folders:
+            (source / name).mkdir(parents=True)
+            np.save(source / name / "ids.npy", np.arange(50).reshape(10, 5))
+        store = prepare(source, source / "store", validation=0.2)
+        return {name: split["documents"] for name, split in store.meta["splits"].items()}
+
+    assert counts("ids", "test") == {"train": 8, "validation": 2, "test": 10}
+    assert counts("train", "valid") == {"train": 10, "validation": 10}
 
 
 @pytest.mark.parametrize(
