@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,6 +14,7 @@ from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
 
+Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 SUFFIXES = (".npy", ".bin", ".jsonl")
 
 
@@ -23,12 +24,15 @@ class TokensTask(Task):
 
     name: ClassVar[str] = "tokens"
 
+    dtype: Dtype = field(default="uint16", compare=False)
+    """Type of the ids in .bin files."""
+
     @property
     def ends(self) -> bool:
         return False
 
     def read(self, path: Path) -> Document:
-        found = [encode(ids) for ids in read_ids(path, "uint16")]
+        found = [encode(ids) for ids in read_ids(path, self.dtype)]
         if len(found) != 1:
             raise ValueError(f"{path} holds {len(found)} documents: give a file of one.")
         return Document(found[0], 1, len(found[0]))
@@ -114,7 +118,7 @@ def prepare(
     validation: float = 0.05,
     test: float = 0.0,
     vocab_size: int | None = None,
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16",
+    dtype: Dtype = "uint16",
 ) -> Store:
     """Turn ids that you already have into a token store.
 
@@ -139,7 +143,7 @@ def prepare(
     for ids, split in _divide(documents, shares):
         splits.setdefault(split, []).append(ids)
     encoded = {name: map(encode, splits[name]) for name in SPLITS if name in splits}
-    return write_store(out, encoded, (vocab_size or largest + 1) + FIRST, "tokens")
+    return write_store(out, encoded, (vocab_size or largest + 1) + FIRST, "tokens", {"dtype": dtype})
 
 
 def _files(source: Path) -> dict[Path, str | None]:
