@@ -181,7 +181,7 @@ def _lines(path: Path, data: bytes, key: str) -> Iterator[bytes]:
             value = json.loads(line)
             text = value if isinstance(value, str) else value[key]
             yield b"" if text is None else text.encode("utf-8", "surrogatepass")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
                 f"{path} holds a line that is not an object with a text at '{key}': {line[:60]!r}"
             ) from None

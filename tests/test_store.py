@@ -172,6 +172,11 @@ def test_ids_are_read_again_in_the_type_that_they_were_prepared_in(tmp_path: Pat
         ("x.jsonl", b"[1, 2\n", "line 1 is not a JSON list"),
         ("x.jsonl", b"[1, -2]\n", "negative id -2"),
         ("x.jsonl", b"[1.5]\n", "whole numbers"),
+        ("x.jsonl", b"[1]\n" + b"[" * 100_000, r"x\.jsonl, line 2 is not a JSON list"),
+        ("x.jsonl", b'{"ids": "\xe9"}\n', r"x\.jsonl, line 1 is not a JSON list"),
+        ("x.npy", b"", r"x\.npy is not an array of ids that can be read"),
+        ("x.npy", b"\x93NUMPY\1\0\xff", r"x\.npy is not an array of ids that can be read"),
+        ("x.npy", b"PK\5\6" + bytes(18), r"x\.npy is not an array of ids that can be read"),
     ],
 )
 def test_files_that_are_not_ids_are_refused(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:

@@ -247,10 +247,13 @@ def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    write(tmp_path / "odd", deep_jsonl="[" * 100_000, latin_jsonl=b'"\xe9"\n')
     write(tmp_path / "blank", x_jsonl='\n{"text": ""}\n{"text": null}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "ints.parquet")
     for what, options, sentence in (
         (tmp_path / "blank", {}, "there is no text to train on"),
+        (tmp_path / "odd/deep.jsonl", {}, "deep.jsonl holds a line that is not an object with a text"),
+        (tmp_path / "odd/latin.jsonl", {}, "latin.jsonl holds a line that is not an object with a text"),
         (tmp_path / "ints.parquet", {}, "the column 'text' of .*ints.parquet holds no text"),
         (source / "x.txt", {"tokenizer": "words", "vocab_size": 4}, "--vocab-size must be at least 5"),
         (source, {}, "y.png is a binary file, not text"),

@@ -67,7 +67,10 @@ class TokensTask(Task):
 def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:
     """The documents of a file: a .bin holds one, an .npy one or a row each, a .jsonl one a line."""
     if path.suffix.lower() == ".npy":
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        try:
+            array = np.lib.format.open_memmap(path, mode="r")
+        except Exception as error:  # of every kind, on damaged files
+            raise ValueError(f"{path} is not an array of ids that can be read: {error}") from None
         if array.ndim not in (1, 2):
             raise ValueError(f"{path} has {array.ndim} dimensions: give ids of one document, or a row each.")
         yield from (check_ids(row, str(path)) for row in np.atleast_2d(array))
@@ -78,7 +81,7 @@ def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:
         ids: Any = np.memmap(path, dtype=kind, mode="r")
         yield check_ids(ids, str(path))
     elif path.suffix.lower() == ".jsonl":
-        with path.open() as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _from_json(line, f"{path}, line {number}")
@@ -86,12 +89,12 @@ def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:
         raise ValueError(f"{path} is not a .npy, .bin or .jsonl file of token ids.")
 
 
-def _from_json(line: str, where: str) -> Tokens:
+def _from_json(line: bytes, where: str) -> Tokens:
     try:
         ids = json.loads(line)
         ids = ids["ids"] if isinstance(ids, dict) else ids
         array = np.array(ids)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         raise ValueError(f"{where} is not a JSON list of ids, nor an object with 'ids'.") from None
     return check_ids(array, where)
 
