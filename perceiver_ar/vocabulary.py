@@ -180,6 +180,9 @@ def _reason(error: Exception) -> str:
     return str(error).strip().splitlines()[-1].split("] ")[-1]
 
 
+NEEDED = ("<unk>", "<eos>")
+
+
 class Words(Vocabulary):
     """Words between white space, with `<eos>` at the end of each line and `<unk>` for the rest."""
 
@@ -194,15 +197,11 @@ class Words(Vocabulary):
     @classmethod
     def choose(cls, counts: dict[str, int], size: int | None) -> "Words":
         """The most frequent words first, as adaptive embeddings want them."""
-        counts = {"<unk>": 0, "<eos>": 0} | counts
-        ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-        keep = None if size is None else size - FIRST
-        kept = dict(ranked[:keep])
-        for word in ("<unk>", "<eos>"):
-            if word not in kept:
-                kept.popitem()
-                kept[word] = counts[word]
-        return cls(kept)
+        counts = dict.fromkeys(NEEDED, 0) | counts
+        ranked = sorted(counts, key=lambda word: (-counts[word], word))
+        others = [word for word in ranked if word not in NEEDED]
+        kept = {*NEEDED, *others[: None if size is None else size - FIRST - len(NEEDED)]}
+        return cls({word: counts[word] for word in ranked if word in kept})
 
     def encode(self, data: bytes, final: bool = True) -> Tokens:
         unknown = self.ids["<unk>"]

@@ -105,6 +105,15 @@ def test_words_have_an_end_of_line_and_an_unknown() -> None:
     assert Words.load(words.save()).words == words.words
 
 
+@pytest.mark.parametrize("size", [5, 6, 50, 51, None])
+def test_words_of_any_number_know_the_unknown(size: int | None) -> None:
+    one_line = {f"w{n}": 100 - n for n in range(90)} | {"<eos>": 1}
+    words = Words.choose(one_line, size)
+    assert words.size == (size or 92 + 3)
+    assert words.decode(words.encode(b"w0 new")).endswith(b"<unk> \n")
+    assert [*words.counts.values()] == sorted(words.counts.values(), reverse=True)
+
+
 def write(folder: Path, **files: str | bytes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
