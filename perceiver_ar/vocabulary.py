@@ -33,8 +33,8 @@ class Vocabulary:
     ends = True
     """Whether EOS follows a document."""
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
-        """Tokens of a text; where it is not final, more of it follows."""
+    def encode(self, data: bytes, final: bool) -> Tokens:
+        """Tokens of a text; where it is not final, as in a prompt, more of it follows."""
         raise NotImplementedError
 
     def spell(self, token: int) -> bytes:
@@ -68,7 +68,7 @@ class Bytes(Vocabulary):
 
     size = 256 + FIRST
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
+    def encode(self, data: bytes, final: bool) -> Tokens:
         return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(FIRST)
 
     def spell(self, token: int) -> bytes:
@@ -111,7 +111,7 @@ class Pieces(Vocabulary):
             return b""
         return text.replace("\u2581", " ").encode()
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
+    def encode(self, data: bytes, final: bool) -> Tokens:
         ids: list[int] = []
         for index, part in enumerate(_UNSPOKEN.split(data.decode("utf-8", "surrogateescape"))):
             if index % 2:
@@ -203,7 +203,7 @@ class Words(Vocabulary):
         kept = {*NEEDED, *others[: None if size is None else size - FIRST - len(NEEDED)]}
         return cls({word: counts[word] for word in ranked if word in kept})
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
+    def encode(self, data: bytes, final: bool) -> Tokens:
         unknown = self.ids["<unk>"]
         return np.array([self.ids.get(word, unknown) for word in split_words(data, final)], dtype=np.uint32)
 
@@ -247,7 +247,7 @@ class TokenizerFile(Vocabulary):
         self.tokenizer.no_padding()
         self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1 + FIRST
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
+    def encode(self, data: bytes, final: bool) -> Tokens:
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -286,7 +286,7 @@ def check_exact(vocabulary: Vocabulary, name: str) -> None:
     """Refuses a tokenizer that does not give every text back as it was, whole or in two."""
     data = _TRIAL.encode()
     try:
-        parts = [vocabulary.encode(data), vocabulary.encode(data)]
+        parts = [vocabulary.encode(data, final=False), vocabulary.encode(data, final=True)]
         exact = vocabulary.decode(np.concatenate(parts)) == 2 * data
     except ValueError:
         exact = False

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ ANY_TEXT = st.text() | st.text(alphabet=" \n\t\r▁<>0xéﬁ①é́\u00a0\u2028\
 @given(text=ANY_TEXT)
 def test_any_text_comes_back_exactly(name: str, text: str) -> None:
     words, data = EXACT[name], text.encode()
-    tokens = words.encode(data)
+    tokens = words.encode(data, final=True)
     assert words.decode(tokens) == data
     assert len(tokens) == 0 or (tokens.min() >= 3 and tokens.max() < words.size)
     spell = words.speller()
@@ -89,7 +90,7 @@ def test_any_text_comes_back_exactly(name: str, text: str) -> None:
 @given(data=st.binary(max_size=60))
 def test_bytes_that_are_no_utf8_come_back_too(name: str, data: bytes) -> None:
     words = EXACT[name]
-    assert words.decode(words.encode(data)) == data
+    assert words.decode(words.encode(data, final=True)) == data
 
 
 @given(data=st.binary(max_size=60))
@@ -100,7 +101,7 @@ def test_words_are_counted_as_python_splits_them(data: bytes) -> None:
 def test_words_have_an_end_of_line_and_an_unknown() -> None:
     words = Words.choose({"b": 5, "a": 3, "rare": 1, "<eos>": 4}, 3 + 4)
     assert words.words == ["b", "<eos>", "a", "<unk>"]  # by count, but what is needed stays
-    tokens = words.encode(b"a rare b\n\nb")
+    tokens = words.encode(b"a rare b\n\nb", final=True)
     assert words.decode(tokens) == b"a <unk> b \n\nb \n"
     assert Words.load(words.save()).words == words.words
 
@@ -110,8 +111,17 @@ def test_words_of_any_number_know_the_unknown(size: int | None) -> None:
     one_line = {f"w{n}": 100 - n for n in range(90)} | {"<eos>": 1}
     words = Words.choose(one_line, size)
     assert words.size == (size or 92 + 3)
-    assert words.decode(words.encode(b"w0 new")).endswith(b"<unk> \n")
+    assert words.decode(words.encode(b"w0 new", final=True)).endswith(b"<unk> \n")
     assert [*words.counts.values()] == sorted(words.counts.values(), reverse=True)
+
+
+def test_a_prompt_of_words_does_not_end_its_line(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_bytes(Words.choose({"a": 3, "b": 2}, None).save())
+    task = TextTask("words", sha256((tmp_path / "words.txt").read_bytes()).hexdigest()).at(tmp_path)
+    (tmp_path / "prompt").write_text("a\nb")
+    for prompt in (task.prompt("a\nb"), task.prompt_file(tmp_path / "prompt")):
+        assert task.vocabulary.decode(prompt) == b"a \nb "
+    assert task.vocabulary.decode(task.read(tmp_path / "prompt").tokens) == b"a \nb \n"
 
 
 def write(folder: Path, **files: str | bytes) -> Path:
@@ -419,7 +429,7 @@ def test_sentencepiece_with_rules_of_its_own_is_exact_too() -> None:
     )
     words = Pieces(model.getvalue())
     for text in ("It Was ﬁne, CAPITALS and ①", " two  spaces ", "\r\n"):
-        assert words.decode(words.encode(text.encode())) == text.encode()
+        assert words.decode(words.encode(text.encode(), final=True)) == text.encode()
 
 
 def test_text_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -593,7 +603,8 @@ def test_a_damaged_vocabulary_is_noticed(tmp_path: Path) -> None:
 def test_every_kind_of_vocabulary_is_loaded_from_its_file() -> None:
     for kind, words in (("unigram", EXACT["unigram"]), ("tokenizers", EXACT["tokenizers"])):
         again: Vocabulary = vocabulary.load(kind, words.save())
-        assert again.encode(PROSE[1].encode()).tolist() == words.encode(PROSE[1].encode()).tolist()
+        data = PROSE[1].encode()
+        assert again.encode(data, final=True).tolist() == words.encode(data, final=True).tolist()
 
 
 def test_stores_are_mixed_by_weight(tmp_path: Path) -> None:

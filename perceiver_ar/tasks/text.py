@@ -64,17 +64,17 @@ class TextTask(Task):
 
     def document(self, data: bytes) -> Document:
         """A text as it is in a store, to be scored."""
-        tokens = np.concatenate((self._after_bos(data), [EOS] * self.ends))
+        tokens = np.append(self._after_bos(data, final=True), np.full(int(self.ends), EOS))
         return Document(tokens, 1, len(tokens))
 
     def prompt(self, text: str) -> Tokens:
-        return self._after_bos(text.encode("utf-8", "surrogateescape"))
+        return self._after_bos(text.encode("utf-8", "surrogateescape"), final=False)
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        return self._after_bos(path.read_bytes())[: None if keep is None else keep + 1]
+        return self._after_bos(path.read_bytes(), final=False)[: None if keep is None else keep + 1]
 
-    def _after_bos(self, data: bytes) -> Tokens:
-        return np.concatenate(([BOS], self.vocabulary.encode(data))).astype(np.int64)
+    def _after_bos(self, data: bytes, final: bool) -> Tokens:
+        return np.concatenate(([BOS], self.vocabulary.encode(data, final))).astype(np.int64)
 
     def speller(self) -> Callable[[int], str]:
         return self.vocabulary.speller()
