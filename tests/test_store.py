@@ -78,6 +78,15 @@ def test_missing_and_shortened_files_are_noticed(tmp_path: Path) -> None:
         write_store(folder, {"train": []}, 100, "tokens")
 
 
+@pytest.mark.parametrize("wrong", [[2, 44, 200], [2, -1], [2.5]])
+@pytest.mark.parametrize("dtype", ["int64", "uint16", "int8"])
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path, wrong: list[float], dtype: str) -> None:
+    found = np.array(wrong) if 2.5 in wrong else np.array(wrong).astype(dtype)
+    with pytest.raises(ValueError, match="a document holds tokens from"):
+        write_store(tmp_path / "store", {"train": [np.arange(200), iter([found[:1], found])]}, 200, "tokens")
+    assert not (tmp_path / "store").exists()
+
+
 def test_an_interrupted_store_does_not_look_whole(tmp_path: Path) -> None:
     def broken():
         yield np.arange(10)
