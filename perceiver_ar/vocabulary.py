@@ -138,6 +138,12 @@ class Pieces(Vocabulary):
     def save(self) -> bytes:
         return self.model
 
+    @property
+    def kind(self) -> Kind:
+        """As it was trained: its trainer's settings are field 2 of a model, and of these 3 is the type."""
+        settings = next((value for number, value in _fields(self.model) if number == 2), b"")
+        return "bpe" if isinstance(settings, bytes) and (3, 2) in _fields(settings) else "unigram"
+
     @classmethod
     def train(cls, lines: Iterator[str], kind: Kind, size: int) -> "Pieces":
         """Pieces that suit these lines."""
@@ -166,6 +172,24 @@ class Pieces(Vocabulary):
                 f"no vocabulary of {size} could be made from this text: {_advice(str(error))}"
             ) from None
         return cls(model.getvalue())
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Numbers and values of the fields of a protobuf message."""
+    stream = io.BytesIO(message)
+    while stream.tell() < len(message):
+        key = _varint(stream)
+        if key & 7 == 0:
+            yield key >> 3, _varint(stream)
+        else:
+            yield key >> 3, stream.read({1: 8, 5: 4}.get(key & 7) or _varint(stream))
+
+
+def _varint(stream: io.BytesIO) -> int:
+    value = shift = 0
+    while (byte := stream.read(1)[0]) > 127:
+        value, shift = value | (byte & 127) << shift, shift + 7
+    return value | byte << shift
 
 
 def _advice(error: str) -> str:
@@ -223,7 +247,13 @@ class Words(Vocabulary):
     @classmethod
     def load(cls, data: bytes) -> "Words":
         lines = data.decode("utf-8", "surrogateescape").split("\n")[:-1]
-        return cls({word: int(count) for word, count in (line.rsplit(" ", 1) for line in lines)})
+        try:
+            found = cls({word: int(count) for word, count in (line.rsplit(" ", 1) for line in lines)})
+        except ValueError:
+            found = cls({})
+        if found.save() != data or not {*NEEDED} <= found.ids.keys():
+            raise ValueError("this is not the words.txt of a store: give one as `prepare` wrote it.")
+        return found
 
 
 def split_words(data: bytes, final: bool) -> list[str]:

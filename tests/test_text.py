@@ -260,6 +260,7 @@ def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
     write(tmp_path / "bare", x_txt="")
     (tmp_path / "broken.json").write_text("{}")
     (tmp_path / "broken.model").write_text("no model")
+    write(tmp_path, prose_txt="not words\n", twice_txt="a 3\na 3\n<unk> 0\n<eos> 0\n", few_txt="a 3\n")
     lowercase = json.loads(byte_level().save())
     lowercase["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "lower.json").write_text(json.dumps(lowercase))
@@ -290,6 +291,10 @@ def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
         (source / "x.txt", {"tokenizer_file": tmp_path / "no.model"}, "no.model does not exist"),
         (source / "x.txt", {"tokenizer_file": tmp_path / "broken.json"}, "this is not a tokenizer.json"),
         (source / "x.txt", {"tokenizer_file": tmp_path / "broken.model"}, "neither a sentencepiece model"),
+        *(
+            (source / "x.txt", {"tokenizer_file": tmp_path / name}, "this is not the words.txt of a store")
+            for name in ("prose.txt", "twice.txt", "few.txt")
+        ),
         (
             source / "x.txt",
             {"tokenizer_file": tmp_path / "lower.json"},
@@ -413,6 +418,18 @@ def test_tokenizer_files_that_lose_text_are_refused(tmp_path: Path) -> None:
     store = make(source, tmp_path / "u", validation=0, tokenizer_file=tmp_path / "holes.json")
     assert store.vocab_size == 70_000 + 1 + 3
     assert texts(store, "train") == [source.read_bytes()]
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "words"])
+def test_a_store_of_a_tokenizer_that_was_made_before_can_be_mixed_with_its_first(
+    tmp_path: Path, kind: Any
+) -> None:
+    source = write(tmp_path / "a", x_txt="\n".join(PROSE)) / "x.txt"
+    size = {"vocab_size": 315 if kind != "words" else 20}
+    first = make(source, tmp_path / "s", tokenizer=kind, **size)
+    again = make(source, tmp_path / "t", tokenizer_file=tmp_path / "s" / vocabulary.FILES[kind])
+    assert again.meta == first.meta
+    open_source("text", {}, {tmp_path / "s": 1.0, tmp_path / "t": 1.0})
 
 
 def test_sentencepiece_with_rules_of_its_own_is_exact_too() -> None:

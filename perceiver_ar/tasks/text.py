@@ -23,7 +23,7 @@ from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
 from perceiver_ar.splits import Shares, left
 from perceiver_ar.store import Store, check_new
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
-from perceiver_ar.vocabulary import FILES, Kind, Vocabulary, check_exact
+from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, check_exact
 from perceiver_ar.windows import Tokens
 
 
@@ -124,7 +124,7 @@ def prepare(
         out: Folder of the store.
         tokenizer: bytes; unigram or bpe: pieces of words, learned from the text; words: as they are.
         vocab_size: How many tokens, special ones included. Default: 32,000 pieces, or all words.
-        tokenizer_file: A sentencepiece .model or a tokenizer.json that you have, instead.
+        tokenizer_file: A sentencepiece .model, a tokenizer.json, or the words.txt of another store, instead.
         validation: Share of the documents that is kept for validation; of a single one, its end.
         test: The same for the test.
         pattern: Which files of a folder, such as *.txt.
@@ -155,13 +155,18 @@ def _given(path: Path) -> tuple[Kind, bytes]:
     """Kind and content of a tokenizer that the user has."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist.")
-    kind: Kind = "tokenizers" if path.suffix == ".json" else "unigram"
     content = path.read_bytes()
     try:
-        check_exact(vocabulary.load(kind, content), str(path))
+        kind = _KINDS.get(path.suffix) or Pieces(content).kind
+        known = vocabulary.load(kind, content)
     except RuntimeError:
         raise ValueError(f"{path} is neither a sentencepiece model nor a tokenizer.json.") from None
+    if kind != "words":  # which lose some text, as is known
+        check_exact(known, str(path))
     return kind, content
+
+
+_KINDS: dict[str, Kind] = {".json": "tokenizers", ".txt": "words"}
 
 
 def _fetch(source: str, out: Path, key: str) -> Path:
