@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from perceiver_ar.extras import need
-from perceiver_ar.splits import SPLITS, Shares, draw_splits, named_split
+from perceiver_ar.splits import SPLITS, Shares, by_folder, divide, fitting, top
 
 PART = 8 << 20
 """Bytes of text that are worked on at a time."""
@@ -52,40 +52,22 @@ class Stretch:
     final: bool = True
 
 
-def find_files(source: Path, pattern: str) -> dict[str | None, list[Path]]:
-    """The files of each split, where folders or files name them; otherwise all under None."""
+def find_files(source: Path, pattern: str) -> dict[Path, str | None]:
+    """The files that fit, each with the split that it is named for, if it is."""
     if source.is_file():
-        return {None: [source]}
+        return {source: None}
     if not source.is_dir():
         raise ValueError(f"{source} does not exist.")
-    inside = [p for p in sorted(source.iterdir()) if not p.name.startswith(".")]
-    named = {path: named_split(path.name) for path in inside}
-    if set(named.values()) <= {None, "train"} or "train" not in named.values():
-        named = {source: None}  # nothing is told apart
-    found: dict[str | None, list[Path]] = {}
-    for place, split in named.items():
-        files = _below(place, pattern)
-        if files and split is None and place != source:
-            raise ValueError(
-                f"{place} belongs to no split, but others there are named: move it, or use --pattern."
-            )
-        if files:
-            found.setdefault(split, []).extend(files)
+    source = top(source)
+    found = by_folder(fitting(source, pattern), source)
     if not found:
         raise ValueError(f"{source} holds no files that fit '{pattern}'.")
     return found
 
 
-def _below(place: Path, pattern: str) -> list[Path]:
-    if place.is_file():
-        return [place] if place.match(pattern) else []
-    files = (p for p in sorted(place.rglob(pattern)) if p.is_file())
-    return [p for p in files if not any(part.startswith(".") for part in p.relative_to(place).parts)]
-
-
-def plan(files: dict[str | None, list[Path]], shares: Shares, to_the_byte: bool) -> list[list[Span]]:
+def plan(files: dict[Path, str | None], shares: Shares, to_the_byte: bool) -> list[list[Span]]:
     """All text in parts of about PART bytes each, in order; cut between words, or to the byte."""
-    spans = [span for split, paths in files.items() for span in _spans(split, paths, shares, to_the_byte)]
+    spans = list(_spans(files, shares, to_the_byte))
     if not spans:
         raise ValueError("all of these files are empty.")
     parts: list[list[Span]] = [[]]
@@ -99,21 +81,23 @@ def plan(files: dict[str | None, list[Path]], shares: Shares, to_the_byte: bool)
     return parts
 
 
-def _spans(split: str | None, paths: list[Path], shares: Shares, to_the_byte: bool) -> Iterator[Span]:
+def _spans(files: dict[Path, str | None], shares: Shares, to_the_byte: bool) -> Iterator[Span]:
+    held = {path: None if split == "train" else split for path, split in files.items()}
     texts = [
-        path for path in paths if path.suffix.lower() not in (*_LINES, ".parquet") and path.stat().st_size
+        path for path in files if path.suffix.lower() not in (*_LINES, ".parquet") and path.stat().st_size
     ]
-    drawn = dict(zip(texts, draw_splits(len(texts), shares), strict=True)) if split is None else {}
-    for path in paths:
+    drawn = dict(zip(texts, divide([held[path] for path in texts], shares), strict=True))
+    alone = [held[path] for path in texts].count(None) == 1
+    for path, split in held.items():
         size = path.stat().st_size
         if path.suffix.lower() in _LINES:
             yield from (Span(str(path), a, b, b - a, split) for a, b in _cut(path, 0, size, whole_lines=True))
         elif path.suffix.lower() == ".parquet":
             yield from _row_groups(path, split)
-        elif size and split is None and len(texts) == 1:
+        elif size and split is None and alone:
             yield from _divide(path, size, shares, to_the_byte)
         elif size:
-            yield from _text(path, 0, size, split or drawn[path], final=True)
+            yield from _text(path, 0, size, drawn[path], final=True)
 
 
 def _divide(path: Path, size: int, shares: Shares, to_the_byte: bool) -> Iterator[Span]:
@@ -197,7 +181,7 @@ def _lines(path: Path, data: bytes, key: str) -> Iterator[bytes]:
             value = json.loads(line)
             text = value if isinstance(value, str) else value[key]
             yield b"" if text is None else text.encode("utf-8", "surrogatepass")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
                 f"{path} holds a line that is not an object with a text at '{key}': {line[:60]!r}"
             ) from None

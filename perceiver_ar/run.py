@@ -84,12 +84,17 @@ def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
         return Source(found)
     first, *others = stores = [Store.open(folder) for folder in mixture]
     for other in others:
-        if any(other.meta[key] != first.meta[key] for key in ("task", "options", "vocab_size")):
+        if _meaning(other) != _meaning(first):
             raise ValueError(f"{first.folder} and {other.folder} cannot be mixed: their tokens differ.")
     # What a store does not settle, such as augmentation, is as asked.
     asked = options if task == first.meta["task"] else {}
     kind = tasks.get(first.meta["task"], asked | first.meta["options"]).at(first.folder)
     return Source(kind, tuple(stores), tuple(mixture.values()))
+
+
+def _meaning(store: Store) -> tuple[Task, int]:
+    """What the store's tokens mean; how its files were written is no part of it."""
+    return tasks.get(store.meta["task"], store.meta["options"]), store.vocab_size
 
 
 def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -> Experiment:
@@ -186,6 +191,7 @@ def kept_from_others(folder: Path) -> Generator[None]:
 
 def check_same(before: Experiment, now: Experiment, folder: Path) -> None:
     """Refuses to resume with other settings than the run began with."""
+    before = replace(before, options=tasks.get(before.task, before.options).to_dict())  # with newer ones
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
     free = {f"train.{name}" for name in FREE} | {"name"}
     if now.train.schedule == "constant":

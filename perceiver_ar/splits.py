@@ -10,7 +10,11 @@ from pathlib import Path
 
 SPLITS = ("train", "validation", "test")
 _NAMED = re.compile(r"(train|validation|valid|val|dev|test)([-._].*)?", re.IGNORECASE)
-"""Names of folders and files that say which split they hold."""
+"""Names of folders that say which split they hold."""
+_WHOLE = re.compile(
+    r".*\.(jsonl|ndjson|parquet|npy|npz|bin)|[a-z]+([-._]\d.*)?\.(txt|tokens|raw|csv|tsv)", re.IGNORECASE
+)
+"""Names of files that may hold a whole split: test-a.jsonl, or test-1.txt, but not test-a.txt or test.py."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +55,36 @@ def top(source: Path) -> Path:
 
 def below(source: Path, suffixes: Collection[str]) -> list[Path]:
     """All files of these kinds, in order; what is hidden is left alone."""
-    found = (path for path in sorted(source.rglob("*")) if path.suffix.lower() in suffixes and path.is_file())
+    return [path for path in fitting(source, "*") if path.suffix.lower() in suffixes]
+
+
+def fitting(source: Path, pattern: str) -> list[Path]:
+    """All files that fit a pattern, likewise."""
+    found = (path for path in sorted(source.rglob(pattern)) if path.is_file())
     return [path for path in found if not any(part[0] == "." for part in path.relative_to(source).parts)]
 
 
 def by_folder(files: Sequence[Path], source: Path) -> dict[Path, str | None]:
-    """Each file with the split that its folder below the source is named after, if it is."""
+    """Each file with the split that its folder below the source is named after, if it is.
+
+    A file that lies there itself may be, if it looks like a data set's, such as train.txt: not test.py.
+    """
     parts = {path: path.relative_to(source).parts for path in files}
-    return {path: named_split(part[0]) if len(part) > 1 else None for path, part in parts.items()}
+    return {
+        path: named_split(part[0]) if len(part) > 1 or _WHOLE.fullmatch(part[0]) else None
+        for path, part in parts.items()
+    }
 
 
 def divide(named: Sequence[str | None], shares: Shares) -> list[str]:
     """The split of each document: that it is named for, or drawn, if none is named for that."""
-    left = Shares(0 if "validation" in named else shares.validation, 0 if "test" in named else shares.test)
-    drawn = iter(draw_splits(sum(name in (None, "train") for name in named), left))
+    drawn = iter(draw_splits(sum(name in (None, "train") for name in named), left(named, shares)))
     return [next(drawn) if name in (None, "train") else name for name in named]
+
+
+def left(named: Collection[str | None], shares: Shares) -> Shares:
+    """The shares of those splits that none is named for, to be taken out of what is for training."""
+    return Shares(0 if "validation" in named else shares.validation, 0 if "test" in named else shares.test)
 
 
 def draw_splits(count: int, shares: Shares) -> list[str]:

@@ -135,14 +135,15 @@ def write_store(
     check_new(folder)
     beside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
-    dtype = smallest_dtype(vocab_size)
     meta = {
         "format_version": FORMAT_VERSION,
         "task": task,
         "options": options or {},
         "vocab_size": vocab_size,
-        "dtype": dtype,
-        "splits": {name: _write_split(beside / name, documents, dtype) for name, documents in splits.items()},
+        "dtype": smallest_dtype(vocab_size),
+        "splits": {
+            name: _write_split(beside / name, documents, vocab_size) for name, documents in splits.items()
+        },
     }
     for name, known in (counts or {}).items():
         meta["splits"][name]["counts"] = known
@@ -153,15 +154,18 @@ def write_store(
     return Store.open(folder)
 
 
-def _write_split(folder: Path, documents: Iterable[Tokens | Iterator[Tokens]], dtype: str) -> dict[str, Any]:
+def _write_split(
+    folder: Path, documents: Iterable[Tokens | Iterator[Tokens]], vocab_size: int
+) -> dict[str, Any]:
     folder.mkdir(parents=True)
-    offsets, kind = [0], np.dtype(dtype).newbyteorder("<")
+    offsets, kind = [0], np.dtype(smallest_dtype(vocab_size)).newbyteorder("<")
     with (folder / "tokens.bin").open("wb") as file:
         blocks = _Blocks(file)
         for document in documents:
             length = 0
             for stretch in [document] if isinstance(document, np.ndarray) else document:
                 length += len(stretch)
+                _check(stretch, vocab_size)
                 blocks.write(np.ascontiguousarray(stretch, dtype=kind).data.cast("B"))
             if not length:
                 raise ValueError("a document is empty: leave it out.")
@@ -173,6 +177,18 @@ def _write_split(folder: Path, documents: Iterable[Tokens | Iterator[Tokens]], d
         (folder / f"{name}.bin").write_bytes(data)
         meta[f"{name}_crc32"] = zlib.crc32(data)
     return meta
+
+
+def _check(tokens: Tokens, vocab_size: int) -> None:
+    """Refuses what would not come back as it was."""
+    if not len(tokens):
+        return
+    low, high = 0 if tokens.dtype.kind == "u" else tokens.min(), tokens.max()
+    if tokens.dtype.kind not in "iu" or low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"a document holds tokens from {low} to {high}: give whole numbers from 0 to {vocab_size - 1}, "
+            "or a larger vocabulary."
+        )
 
 
 class _Blocks:

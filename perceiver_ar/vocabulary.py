@@ -33,8 +33,8 @@ class Vocabulary:
     ends = True
     """Whether EOS follows a document."""
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
-        """Tokens of a text; where it is not final, more of it follows."""
+    def encode(self, data: bytes, final: bool) -> Tokens:
+        """Tokens of a text; where it is not final, as in a prompt, more of it follows."""
         raise NotImplementedError
 
     def spell(self, token: int) -> bytes:
@@ -68,7 +68,7 @@ class Bytes(Vocabulary):
 
     size = 256 + FIRST
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
+    def encode(self, data: bytes, final: bool) -> Tokens:
         return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(FIRST)
 
     def spell(self, token: int) -> bytes:
@@ -111,7 +111,7 @@ class Pieces(Vocabulary):
             return b""
         return text.replace("\u2581", " ").encode()
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
+    def encode(self, data: bytes, final: bool) -> Tokens:
         ids: list[int] = []
         for index, part in enumerate(_UNSPOKEN.split(data.decode("utf-8", "surrogateescape"))):
             if index % 2:
@@ -137,6 +137,12 @@ class Pieces(Vocabulary):
 
     def save(self) -> bytes:
         return self.model
+
+    @property
+    def kind(self) -> Kind:
+        """As it was trained: its trainer's settings are field 2 of a model, and of these 3 is the type."""
+        settings = next((value for number, value in _fields(self.model) if number == 2), b"")
+        return "bpe" if isinstance(settings, bytes) and (3, 2) in _fields(settings) else "unigram"
 
     @classmethod
     def train(cls, lines: Iterator[str], kind: Kind, size: int) -> "Pieces":
@@ -168,6 +174,24 @@ class Pieces(Vocabulary):
         return cls(model.getvalue())
 
 
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Numbers and values of the fields of a protobuf message."""
+    stream = io.BytesIO(message)
+    while stream.tell() < len(message):
+        key = _varint(stream)
+        if key & 7 == 0:
+            yield key >> 3, _varint(stream)
+        else:
+            yield key >> 3, stream.read({1: 8, 5: 4}.get(key & 7) or _varint(stream))
+
+
+def _varint(stream: io.BytesIO) -> int:
+    value = shift = 0
+    while (byte := stream.read(1)[0]) > 127:
+        value, shift = value | (byte & 127) << shift, shift + 7
+    return value | byte << shift
+
+
 def _advice(error: str) -> str:
     """What sentencepiece says of sizes, in tokens with the special ones."""
     for pattern, word in ((r"to a value <= (\d+)", "most"), (r"\d+ vs (\d+)", "least")):
@@ -178,6 +202,9 @@ def _advice(error: str) -> str:
 
 def _reason(error: Exception) -> str:
     return str(error).strip().splitlines()[-1].split("] ")[-1]
+
+
+NEEDED = ("<unk>", "<eos>")
 
 
 class Words(Vocabulary):
@@ -194,17 +221,13 @@ class Words(Vocabulary):
     @classmethod
     def choose(cls, counts: dict[str, int], size: int | None) -> "Words":
         """The most frequent words first, as adaptive embeddings want them."""
-        counts = {"<unk>": 0, "<eos>": 0} | counts
-        ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-        keep = None if size is None else size - FIRST
-        kept = dict(ranked[:keep])
-        for word in ("<unk>", "<eos>"):
-            if word not in kept:
-                kept.popitem()
-                kept[word] = counts[word]
-        return cls(kept)
+        counts = dict.fromkeys(NEEDED, 0) | counts
+        ranked = sorted(counts, key=lambda word: (-counts[word], word))
+        others = [word for word in ranked if word not in NEEDED]
+        kept = {*NEEDED, *others[: None if size is None else size - FIRST - len(NEEDED)]}
+        return cls({word: counts[word] for word in ranked if word in kept})
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
+    def encode(self, data: bytes, final: bool) -> Tokens:
         unknown = self.ids["<unk>"]
         return np.array([self.ids.get(word, unknown) for word in split_words(data, final)], dtype=np.uint32)
 
@@ -224,7 +247,13 @@ class Words(Vocabulary):
     @classmethod
     def load(cls, data: bytes) -> "Words":
         lines = data.decode("utf-8", "surrogateescape").split("\n")[:-1]
-        return cls({word: int(count) for word, count in (line.rsplit(" ", 1) for line in lines)})
+        try:
+            found = cls({word: int(count) for word, count in (line.rsplit(" ", 1) for line in lines)})
+        except ValueError:
+            found = cls({})
+        if found.save() != data or not {*NEEDED} <= found.ids.keys():
+            raise ValueError("this is not the words.txt of a store: give one as `prepare` wrote it.")
+        return found
 
 
 def split_words(data: bytes, final: bool) -> list[str]:
@@ -248,7 +277,7 @@ class TokenizerFile(Vocabulary):
         self.tokenizer.no_padding()
         self.size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1 + FIRST
 
-    def encode(self, data: bytes, final: bool = True) -> Tokens:
+    def encode(self, data: bytes, final: bool) -> Tokens:
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -287,7 +316,7 @@ def check_exact(vocabulary: Vocabulary, name: str) -> None:
     """Refuses a tokenizer that does not give every text back as it was, whole or in two."""
     data = _TRIAL.encode()
     try:
-        parts = [vocabulary.encode(data), vocabulary.encode(data)]
+        parts = [vocabulary.encode(data, final=False), vocabulary.encode(data, final=True)]
         exact = vocabulary.decode(np.concatenate(parts)) == 2 * data
     except ValueError:
         exact = False

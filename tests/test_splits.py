@@ -48,6 +48,15 @@ def test_folders_are_split_names_and_files_are_not(tmp_path: Path) -> None:
     assert set(by_folder(flat, tmp_path / "flat").values()) == {None}
 
 
+def test_files_of_data_sets_are_named_after_splits_too(tmp_path: Path) -> None:
+    names = {
+        "train.txt": "train", "test-00000-of-00001.txt": "test", "val_data.npz": "validation",
+        "test-short.txt": None, "test.py": None, "other.jsonl": None, "Valid.JSONL": "validation",
+    }  # fmt: skip
+    files = touch(tmp_path, *names)
+    assert [*by_folder(files, tmp_path).values()] == [*names.values()]
+
+
 def test_only_what_can_be_used_is_divided() -> None:
     named = dict.fromkeys(map(Path, "abcdefgh"))
     for missing in named:

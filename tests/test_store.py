@@ -1,6 +1,7 @@
 """Token stores: what is written is what is read, and damage is always noticed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from damage import every_flip_is_noticed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
+from perceiver_ar.run import check_same, open_source
 from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
 from perceiver_ar.store import BLOCK, Store, smallest_dtype, write_store
 from perceiver_ar.tasks.base import BOS, FIRST
@@ -75,6 +78,15 @@ def test_missing_and_shortened_files_are_noticed(tmp_path: Path) -> None:
         write_store(folder, {"train": []}, 100, "tokens")
 
 
+@pytest.mark.parametrize("wrong", [[2, 44, 200], [2, -1], [2.5]])
+@pytest.mark.parametrize("dtype", ["int64", "uint16", "int8"])
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path, wrong: list[float], dtype: str) -> None:
+    found = np.array(wrong) if 2.5 in wrong else np.array(wrong).astype(dtype)
+    with pytest.raises(ValueError, match="a document holds tokens from"):
+        write_store(tmp_path / "store", {"train": [np.arange(200), iter([found[:1], found])]}, 200, "tokens")
+    assert not (tmp_path / "store").exists()
+
+
 def test_an_interrupted_store_does_not_look_whole(tmp_path: Path) -> None:
     def broken():
         yield np.arange(10)
@@ -122,11 +134,44 @@ def test_splits_are_given_or_made(tmp_path: Path) -> None:
     np.save(tmp_path / "many.npy", np.arange(100).reshape(20, 5))
     many = prepare(tmp_path / "many.npy", tmp_path / "s2", validation=0.1)
     assert [len(many.split(name)) for name in ("train", "validation")] == [18, 2]
+    both = prepare(tmp_path / "one.npy", tmp_path / "s4", validation=0.1, test=0.2)
+    assert [both.split(name).length(0) for name in ("train", "validation", "test")] == [71, 11, 21]
     for name in ("train", "validation"):
         (tmp_path / "given" / name).mkdir(parents=True)
         np.save(tmp_path / "given" / name / "x.npy", np.arange(7))
     given_ = prepare(tmp_path / "given", tmp_path / "s3")
     assert set(given_.meta["splits"]) == {"train", "validation"}
+
+
+def test_no_ids_are_dropped_however_folders_are_called(tmp_path: Path) -> None:
+    def counts(*folders: str) -> dict[str, int]:
+        source = tmp_path / "-".join(folders)
+        for name in folders:
+            (source / name).mkdir(parents=True)
+            np.save(source / name / "ids.npy", np.arange(50).reshape(10, 5))
+        store = prepare(source, source / "store", validation=0.2)
+        return {name: split["documents"] for name, split in store.meta["splits"].items()}
+
+    assert counts("ids", "test") == {"train": 8, "validation": 2, "test": 10}
+    assert counts("train", "valid") == {"train": 10, "validation": 10}
+
+
+def test_ids_are_read_again_in_the_type_that_they_were_prepared_in(tmp_path: Path) -> None:
+    path = tmp_path / "ids.bin"
+    np.arange(90_000, 90_100, dtype="<u4").tofile(path)
+    prepare(path, tmp_path / "wide", dtype="uint32")
+    wide = open_source("tokens", {}, tmp_path / "wide").task
+    assert (wide.read(path).tokens[1:] - FIRST).tolist() == list(range(90_000, 90_100))
+    assert (wide.prompt_file(path, 1).tolist()) == [BOS, 90_000 + FIRST]
+    # What an older version wrote did not say, and the same ids from another file may be mixed with it.
+    kept = Store.open(tmp_path / "wide").split("train")
+    write_store(tmp_path / "older", {"train": [kept.read(0)]}, 90_100 + FIRST, "tokens")
+    assert open_source("tokens", {}, tmp_path / "older").task.to_dict() == {"dtype": "uint16"}
+    open_source("tokens", {}, {tmp_path / "wide": 1.0, tmp_path / "older": 1.0})
+    begun = Experiment("old", "tokens", ModelConfig(9, 4, 2, channels=4, heads=1, layers=1), TrainConfig())
+    check_same(begun, replace(begun, options={"dtype": "uint16"}), tmp_path)
+    with pytest.raises(ValueError, match=r"options\.dtype was uint16 and is uint32"):
+        check_same(begun, replace(begun, options={"dtype": "uint32"}), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +181,11 @@ def test_splits_are_given_or_made(tmp_path: Path) -> None:
         ("x.jsonl", b"[1, 2\n", "line 1 is not a JSON list"),
         ("x.jsonl", b"[1, -2]\n", "negative id -2"),
         ("x.jsonl", b"[1.5]\n", "whole numbers"),
+        ("x.jsonl", b"[1]\n" + b"[" * 100_000, r"x\.jsonl, line 2 is not a JSON list"),
+        ("x.jsonl", b'{"ids": "\xe9"}\n', r"x\.jsonl, line 1 is not a JSON list"),
+        ("x.npy", b"", r"x\.npy is not an array of ids that can be read"),
+        ("x.npy", b"\x93NUMPY\1\0\xff", r"x\.npy is not an array of ids that can be read"),
+        ("x.npy", b"PK\5\6" + bytes(18), r"x\.npy is not an array of ids that can be read"),
     ],
 )
 def test_files_that_are_not_ids_are_refused(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:

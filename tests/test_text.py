@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ ANY_TEXT = st.text() | st.text(alphabet=" \n\t\r▁<>0xéﬁ①é́\u00a0\u2028\
 @given(text=ANY_TEXT)
 def test_any_text_comes_back_exactly(name: str, text: str) -> None:
     words, data = EXACT[name], text.encode()
-    tokens = words.encode(data)
+    tokens = words.encode(data, final=True)
     assert words.decode(tokens) == data
     assert len(tokens) == 0 or (tokens.min() >= 3 and tokens.max() < words.size)
     spell = words.speller()
@@ -89,7 +90,7 @@ def test_any_text_comes_back_exactly(name: str, text: str) -> None:
 @given(data=st.binary(max_size=60))
 def test_bytes_that_are_no_utf8_come_back_too(name: str, data: bytes) -> None:
     words = EXACT[name]
-    assert words.decode(words.encode(data)) == data
+    assert words.decode(words.encode(data, final=True)) == data
 
 
 @given(data=st.binary(max_size=60))
@@ -100,9 +101,27 @@ def test_words_are_counted_as_python_splits_them(data: bytes) -> None:
 def test_words_have_an_end_of_line_and_an_unknown() -> None:
     words = Words.choose({"b": 5, "a": 3, "rare": 1, "<eos>": 4}, 3 + 4)
     assert words.words == ["b", "<eos>", "a", "<unk>"]  # by count, but what is needed stays
-    tokens = words.encode(b"a rare b\n\nb")
+    tokens = words.encode(b"a rare b\n\nb", final=True)
     assert words.decode(tokens) == b"a <unk> b \n\nb \n"
     assert Words.load(words.save()).words == words.words
+
+
+@pytest.mark.parametrize("size", [5, 6, 50, 51, None])
+def test_words_of_any_number_know_the_unknown(size: int | None) -> None:
+    one_line = {f"w{n}": 100 - n for n in range(90)} | {"<eos>": 1}
+    words = Words.choose(one_line, size)
+    assert words.size == (size or 92 + 3)
+    assert words.decode(words.encode(b"w0 new", final=True)).endswith(b"<unk> \n")
+    assert [*words.counts.values()] == sorted(words.counts.values(), reverse=True)
+
+
+def test_a_prompt_of_words_does_not_end_its_line(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_bytes(Words.choose({"a": 3, "b": 2}, None).save())
+    task = TextTask("words", sha256((tmp_path / "words.txt").read_bytes()).hexdigest()).at(tmp_path)
+    (tmp_path / "prompt").write_text("a\nb")
+    for prompt in (task.prompt("a\nb"), task.prompt_file(tmp_path / "prompt")):
+        assert task.vocabulary.decode(prompt) == b"a \nb "
+    assert task.vocabulary.decode(task.read(tmp_path / "prompt").tokens) == b"a \nb \n"
 
 
 def write(folder: Path, **files: str | bytes) -> Path:
@@ -241,16 +260,20 @@ def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
     write(tmp_path / "bare", x_txt="")
     (tmp_path / "broken.json").write_text("{}")
     (tmp_path / "broken.model").write_text("no model")
+    write(tmp_path, prose_txt="not words\n", twice_txt="a 3\na 3\n<unk> 0\n<eos> 0\n", few_txt="a 3\n")
     lowercase = json.loads(byte_level().save())
     lowercase["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "lower.json").write_text(json.dumps(lowercase))
     import pyarrow
     import pyarrow.parquet
 
+    write(tmp_path / "odd", deep_jsonl="[" * 100_000, latin_jsonl=b'"\xe9"\n')
     write(tmp_path / "blank", x_jsonl='\n{"text": ""}\n{"text": null}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "ints.parquet")
     for what, options, sentence in (
         (tmp_path / "blank", {}, "there is no text to train on"),
+        (tmp_path / "odd/deep.jsonl", {}, "deep.jsonl holds a line that is not an object with a text"),
+        (tmp_path / "odd/latin.jsonl", {}, "latin.jsonl holds a line that is not an object with a text"),
         (tmp_path / "ints.parquet", {}, "the column 'text' of .*ints.parquet holds no text"),
         (source / "x.txt", {"tokenizer": "words", "vocab_size": 4}, "--vocab-size must be at least 5"),
         (source, {}, "y.png is a binary file, not text"),
@@ -268,6 +291,10 @@ def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
         (source / "x.txt", {"tokenizer_file": tmp_path / "no.model"}, "no.model does not exist"),
         (source / "x.txt", {"tokenizer_file": tmp_path / "broken.json"}, "this is not a tokenizer.json"),
         (source / "x.txt", {"tokenizer_file": tmp_path / "broken.model"}, "neither a sentencepiece model"),
+        *(
+            (source / "x.txt", {"tokenizer_file": tmp_path / name}, "this is not the words.txt of a store")
+            for name in ("prose.txt", "twice.txt", "few.txt")
+        ),
         (
             source / "x.txt",
             {"tokenizer_file": tmp_path / "lower.json"},
@@ -340,13 +367,31 @@ def test_splits_are_known_by_their_usual_names(tmp_path: Path) -> None:
     names = {"train-00000-of-00001_jsonl": '"one"', "valid-0_jsonl": '"two"', "test-0_jsonl": '"three"'}
     store = make(write(tmp_path / "a", **names), tmp_path / "s")
     assert [texts(store, split) for split in splits.SPLITS] == [[b"one"], [b"two"], [b"three"]]
-    write(tmp_path / "a", other_txt="four")
-    with pytest.raises(ValueError, match=r"other\.txt belongs to no split"):
-        make(tmp_path / "a", tmp_path / "t")
     alone = write(tmp_path / "b", **{f"train__{n}_txt": f"text {n}" for n in range(10)})
     assert len(make(alone, tmp_path / "u", validation=0.2).split("validation")) == 2
     few = write(tmp_path / "c", train__x_txt="one", dev__x_txt="two", test__x_txt="three")
     assert set(make(few, tmp_path / "v", validation=0.05, test=0.05).meta["splits"]) == set(splits.SPLITS)
+
+
+def test_what_no_split_is_named_for_is_for_training(tmp_path: Path) -> None:
+    held = {"test__t_txt": "test", "validation__v_txt": "validation"}
+    books = write(tmp_path / "a/top", **{f"books__{n}_txt": f"text {n}" for n in range(4)}, **held)
+    store = make(books.parent, tmp_path / "s", test=0.2)
+    assert [len(texts(store, split)) for split in splits.SPLITS] == [4, 1, 1]
+    assert [texts(store, split) for split in splits.SPLITS[1:]] == [[b"validation"], [b"test"]]
+    # Of what is not named for a split, what is missing is taken out: documents, lines, or an end.
+    lines = "".join(json.dumps(f"line {n}") + "\n" for n in range(100))
+    store = make(write(tmp_path / "b", all_jsonl=lines, test_jsonl='"test"'), tmp_path / "t", validation=0.3)
+    assert texts(store, "test") == [b"test"]
+    assert 15 < len(texts(store, "validation")) < 45
+    store = make(write(tmp_path / "c", one_md="0123456789", test_txt="test"), tmp_path / "u", validation=0.2)
+    assert [texts(store, split) for split in splits.SPLITS] == [[b"01234567"], [b"89"], [b"test"]]
+
+
+def test_code_that_is_called_as_a_split_is_text_like_any_other(tmp_path: Path) -> None:
+    code = write(tmp_path / "a", train_py="a", model_py="b", **{"test-model_py": "c", "test_py": "d"})
+    store = make(code, tmp_path / "s", pattern="*.py", validation=0)
+    assert texts(store, "train") == [b"b", b"c", b"d", b"a"]
 
 
 def test_tokenizer_files_that_lose_text_are_refused(tmp_path: Path) -> None:
@@ -375,6 +420,18 @@ def test_tokenizer_files_that_lose_text_are_refused(tmp_path: Path) -> None:
     assert texts(store, "train") == [source.read_bytes()]
 
 
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "words"])
+def test_a_store_of_a_tokenizer_that_was_made_before_can_be_mixed_with_its_first(
+    tmp_path: Path, kind: Any
+) -> None:
+    source = write(tmp_path / "a", x_txt="\n".join(PROSE)) / "x.txt"
+    size = {"vocab_size": 315 if kind != "words" else 20}
+    first = make(source, tmp_path / "s", tokenizer=kind, **size)
+    again = make(source, tmp_path / "t", tokenizer_file=tmp_path / "s" / vocabulary.FILES[kind])
+    assert again.meta == first.meta
+    open_source("text", {}, {tmp_path / "s": 1.0, tmp_path / "t": 1.0})
+
+
 def test_sentencepiece_with_rules_of_its_own_is_exact_too() -> None:
     import sentencepiece
 
@@ -389,7 +446,7 @@ def test_sentencepiece_with_rules_of_its_own_is_exact_too() -> None:
     )
     words = Pieces(model.getvalue())
     for text in ("It Was ﬁne, CAPITALS and ①", " two  spaces ", "\r\n"):
-        assert words.decode(words.encode(text.encode())) == text.encode()
+        assert words.decode(words.encode(text.encode(), final=True)) == text.encode()
 
 
 def test_text_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -563,7 +620,8 @@ def test_a_damaged_vocabulary_is_noticed(tmp_path: Path) -> None:
 def test_every_kind_of_vocabulary_is_loaded_from_its_file() -> None:
     for kind, words in (("unigram", EXACT["unigram"]), ("tokenizers", EXACT["tokenizers"])):
         again: Vocabulary = vocabulary.load(kind, words.save())
-        assert again.encode(PROSE[1].encode()).tolist() == words.encode(PROSE[1].encode()).tolist()
+        data = PROSE[1].encode()
+        assert again.encode(data, final=True).tolist() == words.encode(data, final=True).tolist()
 
 
 def test_stores_are_mixed_by_weight(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ SPECIAL = {PAD: "<|pad|>", EOS: "<|eos|>", BOS: "<|bos|>"}
 
 
 class PerceiverARTokenizer(PreTrainedTokenizer):
-    """Gives the tokens that `perceiver-ar prepare` gives: BOS, then those of the text."""
+    """Gives the tokens that a prompt of `perceiver-ar generate` has: BOS, then those of the text."""
 
     vocab_files_names = {  # noqa: RUF012
         "pieces_file": FILES["unigram"],
@@ -58,7 +58,7 @@ class PerceiverARTokenizer(PreTrainedTokenizer):
         return self.ids | self.added_tokens_encoder
 
     def _tokenize(self, text: str, **settings: Any) -> list[str]:
-        found = self.vocabulary.encode(text.encode("utf-8", "surrogateescape"))
+        found = self.vocabulary.encode(text.encode("utf-8", "surrogateescape"), final=False)
         return [self.names[number] for number in found.tolist()]
 
     def _convert_token_to_id(self, token: str) -> int | None:

@@ -16,7 +16,7 @@ from perceiver_ar.config import AnyModelConfig, TransformerXLConfig
 from perceiver_ar.extras import need
 from perceiver_ar.fetching import unpack
 from perceiver_ar.report import readable
-from perceiver_ar.splits import SPLITS, Shares, below, by_folder, by_split, divide, named_split, top
+from perceiver_ar.splits import SPLITS, Shares, below, by_folder, by_split, divide, top
 from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
@@ -229,12 +229,8 @@ def _from_arrays(source: Path, task: ImageTask, shares: Shares) -> dict[str, Ite
             print(f"skipped {error}", file=sys.stderr)
     if not sum(counts.values()):
         raise ValueError(f"{source} holds no images.")
-    named = [
-        None if source.is_file() else named_split(path.relative_to(source).parts[0])
-        for path, count in counts.items()
-        for _ in range(count)
-    ]
-    splits = np.array(divide(named, shares))
+    names = {source: None} if source.is_file() else by_folder(paths, source)
+    splits = np.array(divide([names[path] for path, count in counts.items() for _ in range(count)], shares))
     return {split: _chosen(task, counts, splits == split) for split in SPLITS if split in splits}
 
 

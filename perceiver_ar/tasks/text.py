@@ -20,10 +20,10 @@ from perceiver_ar.extras import need
 from perceiver_ar.preparing import Corpus, make_store
 from perceiver_ar.report import progress_bar
 from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
-from perceiver_ar.splits import Shares
+from perceiver_ar.splits import Shares, left
 from perceiver_ar.store import Store, check_new
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
-from perceiver_ar.vocabulary import FILES, Kind, Vocabulary, check_exact
+from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, check_exact
 from perceiver_ar.windows import Tokens
 
 
@@ -64,17 +64,17 @@ class TextTask(Task):
 
     def document(self, data: bytes) -> Document:
         """A text as it is in a store, to be scored."""
-        tokens = np.concatenate((self._after_bos(data), [EOS] * self.ends))
+        tokens = np.append(self._after_bos(data, final=True), np.full(int(self.ends), EOS))
         return Document(tokens, 1, len(tokens))
 
     def prompt(self, text: str) -> Tokens:
-        return self._after_bos(text.encode("utf-8", "surrogateescape"))
+        return self._after_bos(text.encode("utf-8", "surrogateescape"), final=False)
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        return self._after_bos(path.read_bytes())[: None if keep is None else keep + 1]
+        return self._after_bos(path.read_bytes(), final=False)[: None if keep is None else keep + 1]
 
-    def _after_bos(self, data: bytes) -> Tokens:
-        return np.concatenate(([BOS], self.vocabulary.encode(data))).astype(np.int64)
+    def _after_bos(self, data: bytes, final: bool) -> Tokens:
+        return np.concatenate(([BOS], self.vocabulary.encode(data, final))).astype(np.int64)
 
     def speller(self) -> Callable[[int], str]:
         return self.vocabulary.speller()
@@ -119,12 +119,12 @@ def prepare(
 
     Args:
         source: A file, a folder of files, - for standard input, or a dataset of the Hugging Face hub. Each
-            text file is a document, as is each line of .jsonl and each row of .parquet. Folders or files
-            named train, validation and test are the splits.
+            text file is a document, as is each line of .jsonl and each row of .parquet. Folders named
+            train, validation and test are the splits, as are files such as train.txt; the rest is train's.
         out: Folder of the store.
         tokenizer: bytes; unigram or bpe: pieces of words, learned from the text; words: as they are.
         vocab_size: How many tokens, special ones included. Default: 32,000 pieces, or all words.
-        tokenizer_file: A sentencepiece .model or a tokenizer.json that you have, instead.
+        tokenizer_file: A sentencepiece .model, a tokenizer.json, or the words.txt of another store, instead.
         validation: Share of the documents that is kept for validation; of a single one, its end.
         test: The same for the test.
         pattern: Which files of a folder, such as *.txt.
@@ -137,8 +137,9 @@ def prepare(
         raise ValueError("--vocab-size is for tokenizers that are made here: unigram, bpe or words.")
     if vocab_size is not None and vocab_size < FIRST + 2:
         raise ValueError(f"--vocab-size must be at least {FIRST + 2}, but is {vocab_size}.")
-    shares = Shares(validation, test)
+    asked = Shares(validation, test)
     files = find_files(_fetch(source, out, key), pattern)
+    shares = left(files.values(), asked)
     corpus = Corpus(plan(files, shares, to_the_byte=kind == "bytes"), key, shares)
     size = 32_000 if vocab_size is None and kind in ("unigram", "bpe") else vocab_size
     store = make_store(corpus, out, kind, size, given, workers or os.cpu_count() or 1, _bar)
@@ -154,13 +155,18 @@ def _given(path: Path) -> tuple[Kind, bytes]:
     """Kind and content of a tokenizer that the user has."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist.")
-    kind: Kind = "tokenizers" if path.suffix == ".json" else "unigram"
     content = path.read_bytes()
     try:
-        check_exact(vocabulary.load(kind, content), str(path))
+        kind = _KINDS.get(path.suffix) or Pieces(content).kind
+        known = vocabulary.load(kind, content)
     except RuntimeError:
         raise ValueError(f"{path} is neither a sentencepiece model nor a tokenizer.json.") from None
+    if kind != "words":  # which lose some text, as is known
+        check_exact(known, str(path))
     return kind, content
+
+
+_KINDS: dict[str, Kind] = {".json": "tokenizers", ".txt": "words"}
 
 
 def _fetch(source: str, out: Path, key: str) -> Path:

@@ -2,15 +2,20 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from perceiver_ar.store import Store, write_store
+from perceiver_ar.splits import SPLITS, Shares, below, by_folder, divide, left, top
+from perceiver_ar.store import Store, check_new, write_store
 from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
 from perceiver_ar.windows import Tokens
+
+Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+SUFFIXES = (".npy", ".bin", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -19,12 +24,15 @@ class TokensTask(Task):
 
     name: ClassVar[str] = "tokens"
 
+    dtype: Dtype = field(default="uint16", compare=False)
+    """Type of the ids in .bin files."""
+
     @property
     def ends(self) -> bool:
         return False
 
     def read(self, path: Path) -> Document:
-        found = [encode(ids) for ids in read_ids(path, "uint16")]
+        found = [encode(ids) for ids in read_ids(path, self.dtype)]
         if len(found) != 1:
             raise ValueError(f"{path} holds {len(found)} documents: give a file of one.")
         return Document(found[0], 1, len(found[0]))
@@ -58,19 +66,22 @@ class TokensTask(Task):
 
 def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:
     """The documents of a file: a .bin holds one, an .npy one or a row each, a .jsonl one a line."""
-    if path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if path.suffix.lower() == ".npy":
+        try:
+            array = np.lib.format.open_memmap(path, mode="r")
+        except Exception as error:  # of every kind, on damaged files
+            raise ValueError(f"{path} is not an array of ids that can be read: {error}") from None
         if array.ndim not in (1, 2):
             raise ValueError(f"{path} has {array.ndim} dimensions: give ids of one document, or a row each.")
         yield from (check_ids(row, str(path)) for row in np.atleast_2d(array))
-    elif path.suffix == ".bin":
+    elif path.suffix.lower() == ".bin":
         size, kind = path.stat().st_size, np.dtype(dtype).newbyteorder("<")
         if not size or size % kind.itemsize:
             raise ValueError(f"{path} has {size} bytes, which are not ids of type {dtype}: set --dtype.")
         ids: Any = np.memmap(path, dtype=kind, mode="r")
         yield check_ids(ids, str(path))
-    elif path.suffix == ".jsonl":
-        with path.open() as lines:
+    elif path.suffix.lower() == ".jsonl":
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _from_json(line, f"{path}, line {number}")
@@ -78,12 +89,12 @@ def read_ids(path: Path, dtype: str) -> Iterator[Tokens]:
         raise ValueError(f"{path} is not a .npy, .bin or .jsonl file of token ids.")
 
 
-def _from_json(line: str, where: str) -> Tokens:
+def _from_json(line: bytes, where: str) -> Tokens:
     try:
         ids = json.loads(line)
         ids = ids["ids"] if isinstance(ids, dict) else ids
         array = np.array(ids)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         raise ValueError(f"{where} is not a JSON list of ids, nor an object with 'ids'.") from None
     return check_ids(array, where)
 
@@ -103,70 +114,68 @@ def encode(ids: Tokens) -> Tokens:
     return np.concatenate(([BOS], ids.astype(np.int64) + FIRST))
 
 
-def find_files(source: Path) -> list[Path]:
-    """The file itself, or all such files below a folder."""
-    if source.is_dir():
-        files = sorted(p for p in source.rglob("*") if p.suffix in (".npy", ".bin", ".jsonl"))
-        if not files:
-            raise ValueError(f"{source} holds no .npy, .bin or .jsonl files.")
-        return files
-    if not source.exists():
-        raise ValueError(f"{source} does not exist.")
-    return [source]
-
-
 def prepare(
     source: Path,
     /,
     out: Path,
     validation: float = 0.05,
+    test: float = 0.0,
     vocab_size: int | None = None,
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16",
+    dtype: Dtype = "uint16",
 ) -> Store:
     """Turn ids that you already have into a token store.
 
     Args:
-        source: A .npy, .bin or .jsonl file, or a folder, perhaps with train/ and validation/ below it.
+        source: A .npy, .bin or .jsonl file, or a folder of them. Folders named train, validation and test are
+            the splits, as are files such as train.npy; the rest is train's.
         out: Folder of the store.
         validation: Share of the documents that is kept for validation; of a single one, its end.
+        test: The same for the test.
         vocab_size: Number of different ids. Default: the largest and one.
         dtype: Type of the ids in .bin files.
     """
-    if not 0 <= validation < 1:
-        raise ValueError(f"the validation share must be at least 0 and below 1, but is {validation}.")
-    named = {name: source / name for name in ("train", "validation", "test") if (source / name).is_dir()}
-    if named:
-        splits = {name: list(_documents(folder, dtype)) for name, folder in named.items()}
-    else:
-        splits = divide(list(_documents(source, dtype)), validation)
-    for name, documents in splits.items():
-        if not documents:
-            raise ValueError(f"{source} holds no documents for the split '{name}'.")
-    largest = max(int(ids.max()) for documents in splits.values() for ids in documents)
+    check_new(out)
+    shares = Shares(validation, test)
+    documents = [(ids, split) for path, split in _files(source).items() for ids in read_ids(path, dtype)]
+    if not documents:
+        raise ValueError(f"{source} holds no documents.")
+    largest = max(int(ids.max()) for ids, _ in documents)
     if vocab_size is not None and largest >= vocab_size:
         raise ValueError(f"{source} holds the id {largest}, beyond the vocabulary of {vocab_size}.")
-    encoded = {name: map(encode, documents) for name, documents in splits.items()}
-    return write_store(out, encoded, (vocab_size or largest + 1) + FIRST, "tokens")
+    splits: dict[str, list[Tokens]] = {}
+    for ids, split in _divide(documents, shares):
+        splits.setdefault(split, []).append(ids)
+    encoded = {name: map(encode, splits[name]) for name in SPLITS if name in splits}
+    return write_store(out, encoded, (vocab_size or largest + 1) + FIRST, "tokens", {"dtype": dtype})
 
 
-def _documents(source: Path, dtype: str) -> Iterator[Tokens]:
-    for path in find_files(source):
-        yield from read_ids(path, dtype)
+def _files(source: Path) -> dict[Path, str | None]:
+    """The file itself, or all such files below a folder, with the splits that they are named for."""
+    if source.is_dir():
+        source = top(source)
+        files = by_folder(below(source, SUFFIXES), source)
+        if not files:
+            raise ValueError(f"{source} holds no .npy, .bin or .jsonl files.")
+        return files
+    if not source.exists():
+        raise ValueError(f"{source} does not exist.")
+    return {source: None}
 
 
-def divide(documents: list[Tokens], validation: float) -> dict[str, list[Tokens]]:
-    """Every so many documents for validation; of a single one its end."""
-    if not validation or not documents:
-        return {"train": documents}
-    if len(documents) == 1:
-        (ids,) = documents
-        cut = len(ids) - max(1, round(len(ids) * validation))
-        if cut < 1:
-            raise ValueError("the only document is too short to divide: set --validation 0.")
-        return {"train": [ids[:cut]], "validation": [ids[cut:]]}
-    every = max(2, round(1 / validation))
-    held = {index for index in range(len(documents)) if index % every == every - 1} or {len(documents) - 1}
-    return {
-        "train": [ids for index, ids in enumerate(documents) if index not in held],
-        "validation": [documents[index] for index in sorted(held)],
-    }
+def _divide(documents: list[tuple[Tokens, str | None]], shares: Shares) -> Iterator[tuple[Tokens, str]]:
+    """Each document with its split; a single one for training is cut instead."""
+    named = [split for _, split in documents]
+    alone = sum(split in (None, "train") for split in named) == 1
+    for (ids, _), split in zip(documents, divide(named, shares), strict=True):
+        yield from _cut(ids, left(named, shares)) if alone and split == "train" else [(ids, split)]
+
+
+def _cut(ids: Tokens, shares: Shares) -> Iterator[tuple[Tokens, str]]:
+    """The end of a document is for validation, and what is after that for the test."""
+    held = [max(1, round(len(ids) * share)) if share else 0 for share in (shares.validation, shares.test)]
+    bounds = [0, len(ids) - sum(held), len(ids) - held[1], len(ids)]
+    if bounds[1] < 1:
+        raise ValueError("the only document is too short to divide: set --validation 0 and --test 0.")
+    for split, (start, stop) in zip(SPLITS, pairwise(bounds), strict=True):
+        if start < stop:
+            yield ids[start:stop], split
