@@ -7,6 +7,7 @@ from torch import Tensor
 
 from perceiver_ar.architectures import load_model
 from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, TransformerXLConfig
+from perceiver_ar.run import Origin
 
 FREE = {
     *("context", "latents", "residual_dropout", "latent_dropout", "cross_dropout", "cross_dropout_scope"),
@@ -14,15 +15,15 @@ FREE = {
 }
 
 
-def start_from(
-    folder: str | Path | None, experiment: Experiment
-) -> tuple[Experiment, dict[str, Tensor] | None]:
-    """The experiment with what the trained model fixes, and that model's weights."""
-    if folder is None:
+def start_from(origin: Origin, experiment: Experiment) -> tuple[Experiment, dict[str, Tensor] | None]:
+    """The experiment with what the trained model fixes, and that model's weights, if they are needed."""
+    if origin.init is None:
         return experiment, None
-    path = Path(folder)
+    if origin.begun is not None:
+        return replace(experiment, model=fit(origin.begun, experiment.model, "the run")), None
+    path = Path(origin.init)
     trained = load_model(path / "model" if (path / "model").is_dir() else path)
-    model = fit(trained.config, experiment.model, str(folder))
+    model = fit(trained.config, experiment.model, str(path))
     return replace(experiment, model=model), trained.state_dict()
 
 

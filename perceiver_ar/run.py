@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from perceiver_ar import tasks
 from perceiver_ar.architectures import load_model
-from perceiver_ar.checkpoint import write_folder
-from perceiver_ar.config import Experiment
+from perceiver_ar.checkpoint import checkpoints, write_folder
+from perceiver_ar.config import AnyModelConfig, Experiment
 from perceiver_ar.data import Crops, Mixture
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.evaluation import Documents
@@ -126,6 +126,8 @@ class Origin:
 
     data: dict[str, float]
     init: str | None
+    begun: AnyModelConfig | None = None
+    """The model of a run with a checkpoint, whose weights are there: the first are not needed any more."""
 
     @classmethod
     def of(cls, folder: Path, data: Data, init: str | Path | None, resume: bool) -> Self:
@@ -136,7 +138,10 @@ class Origin:
         if not resume:
             raise ValueError(f"{folder} exists already: add --resume to go on, or choose another --out.")
         recorded = read_sealed(folder / "config.json")
-        return cls(given.data or as_mixture(recorded["data"]), given.init or recorded["init"])
+        data = given.data or as_mixture(recorded["data"])
+        if recorded["init"] is None or not checkpoints(folder / "checkpoints"):
+            return cls(data, given.init or recorded["init"])
+        return cls(data, recorded["init"], Experiment.from_dict(recorded["experiment"]).model)
 
 
 def begun_by(launch: str | None, folder: Path) -> bool:

@@ -90,7 +90,7 @@ def chosen(
     """What is trained, with the task of its data; those; and the weights to start from, if there are any."""
     source = open_source(experiment.task, experiment.options, origin.data)
     import_logger(experiment.train.logger)
-    experiment, weights = start_from(origin.init, settle(experiment, source, say))
+    experiment, weights = start_from(origin, settle(experiment, source, say))
     return experiment, source, weights
 
 

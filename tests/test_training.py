@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -719,6 +720,28 @@ def test_data_and_first_weights_are_remembered(tmp_path: Path) -> None:
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     with pytest.raises(ValueError, match="was begun on other data"):
         train(small(), data=tmp_path / "b", out=tmp_path / "parts", resume=True, show=False)
+
+
+def test_a_run_with_a_checkpoint_needs_its_first_weights_no_more(tmp_path: Path) -> None:
+    rotary = replace(small().model, positions="rotary", cross_dropout=0.0)
+
+    def tuned(steps: int, context: int = 32) -> Experiment:
+        model = replace(rotary, context=context)
+        return replace(small(steps=steps), model=model, options={"length": 32})
+
+    train(replace(small(steps=1), model=rotary), out=tmp_path / "first", show=False)
+    for steps, name in ((6, "whole"), (3, "parts"), (3, "begun")):
+        train(tuned(steps), init=tmp_path / "first", out=tmp_path / name, show=False)
+    shutil.rmtree(tmp_path / "begun/checkpoints")
+    (tmp_path / "first").rename(tmp_path / "elsewhere")
+    train(tuned(6), out=tmp_path / "parts", resume=True, show=False)
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    with pytest.raises(ValueError, match=r"begun with other settings: model.context was 32 and is 48"):
+        train(tuned(6, 48), out=tmp_path / "parts", resume=True, show=False)
+    with pytest.raises(ValueError, match="neither a folder nor a model"):
+        train(tuned(6), out=tmp_path / "begun", resume=True, show=False)
+    train(tuned(6), init=tmp_path / "elsewhere", out=tmp_path / "begun", resume=True, show=False)
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "begun"))
 
 
 def test_what_was_trained_is_kept_when_the_store_turns_out_damaged(
