@@ -7,7 +7,7 @@ from torch import Tensor
 
 from perceiver_ar.architectures import load_model
 from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, TransformerXLConfig
-from perceiver_ar.run import Origin
+from perceiver_ar.run import Origin, Source, check_tokens, load, meaning
 
 FREE = {
     *("context", "latents", "residual_dropout", "latent_dropout", "cross_dropout", "cross_dropout_scope"),
@@ -15,14 +15,21 @@ FREE = {
 }
 
 
-def start_from(origin: Origin, experiment: Experiment) -> tuple[Experiment, dict[str, Tensor] | None]:
+def start_from(
+    origin: Origin, experiment: Experiment, source: Source
+) -> tuple[Experiment, dict[str, Tensor] | None]:
     """The experiment with what the trained model fixes, and that model's weights, if they are needed."""
     if origin.init is None:
         return experiment, None
     if origin.begun is not None:
         return replace(experiment, model=fit(origin.begun, experiment.model, "the run")), None
     path = Path(origin.init)
-    trained = load_model(path / "model" if (path / "model").is_dir() else path)
+    inner = path / "model" if (path / "model").is_dir() else path
+    if (inner / "experiment.json").exists():
+        trained, task, _ = load(inner, "cpu")
+        check_tokens(source.stores, meaning(task.name, task.to_dict()), str(path))
+    else:
+        trained = load_model(inner)
     model = fit(trained.config, experiment.model, str(path))
     return replace(experiment, model=model), trained.state_dict()
 

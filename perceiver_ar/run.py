@@ -75,7 +75,7 @@ def as_mixture(data: Data) -> dict[str, float]:
 
 
 def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
-    """The stores' task if there are any, which know what their tokens mean; else the one named."""
+    """The stores of a task, if their tokens mean what it says; without any, what it makes itself."""
     mixture = as_mixture(data)
     if not mixture:
         found = tasks.get(task, options) if tasks.is_known(task) else None
@@ -83,17 +83,50 @@ def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
             raise ValueError(f"the task '{task}' needs data: --data with a store that `prepare` made.")
         return Source(found)
     first, *others = stores = [Store.open(folder) for folder in mixture]
-    for other in others:
-        if any(other.meta[key] != first.meta[key] for key in ("task", "options", "vocab_size")):
-            raise ValueError(f"{first.folder} and {other.folder} cannot be mixed: their tokens differ.")
-    # What a store does not settle, such as augmentation, is as asked.
-    asked = options if task == first.meta["task"] else {}
-    kind = tasks.get(first.meta["task"], asked | first.meta["options"]).at(first.folder)
+    check_tokens([first], meaning(task, options), "the model")
+    check_tokens(others, stored_meaning(first), str(first.folder))
+    kind = tasks.get(task, options | first.meta["options"]).at(first.folder)
     return Source(kind, tuple(stores), tuple(mixture.values()))
 
 
+def meaning(task: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What the tokens of a task depend on; those of a tokenizer on its file, whatever made that."""
+    found = {"task": task, **options}
+    if "tokenizer" in found:
+        found["tokenizer"] = found.pop("sha256", "") or found["tokenizer"]
+    return found
+
+
+def stored_meaning(store: Store) -> dict[str, Any]:
+    """What a store says of its tokens."""
+    return {**meaning(store.meta["task"], store.meta["options"]), "vocab_size": store.vocab_size}
+
+
+def check_tokens(stores: Sequence[Store], wanted: dict[str, Any], whose: str) -> None:
+    """Refuses stores whose tokens mean something else; what only training makes use of, they do not say."""
+    for store in stores:
+        for key, value in stored_meaning(store).items():
+            if wanted.get(key, value) != value:
+                raise ValueError(
+                    f"{store.folder} has tokens of another {key} than {whose}: prepare it with the same "
+                    "settings, text with --tokenizer-file."
+                )
+
+
+def as_stored(experiment: Experiment, data: Data, say: Callable[[str], None]) -> Experiment:
+    """The experiment with the task of its store; what that does not settle, as augmentation, is as asked."""
+    mixture = as_mixture(data)
+    if not mixture:
+        return experiment
+    meta = Store.open(next(iter(mixture))).meta
+    if meta["task"] == experiment.task:
+        return replace(experiment, options=experiment.options | meta["options"])
+    say(f"The store's task, {meta['task']}, is taken instead of the preset's, {experiment.task}.")
+    return replace(experiment, task=meta["task"], options=meta["options"])
+
+
 def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -> Experiment:
-    """The experiment with the task, and the vocabulary, of what it is trained on."""
+    """The experiment with the vocabulary of what it is trained on, and all settings of its task."""
     task, vocabulary = source.task, experiment.model.vocab_size
     if source.stores and source.stores[0].vocab_size != vocabulary:
         vocabulary = source.stores[0].vocab_size

@@ -29,7 +29,17 @@ from perceiver_ar.job import Interrupted, Job, NotFinite, State, make_state
 from perceiver_ar.keeping import evaluate_step, keep, keep_last
 from perceiver_ar.metrics import Metrics, import_logger
 from perceiver_ar.optim import learning_rate, update_average
-from perceiver_ar.run import Data, Origin, Source, begin, begun_by, kept_from_others, open_source, settle
+from perceiver_ar.run import (
+    Data,
+    Origin,
+    Source,
+    as_stored,
+    begin,
+    begun_by,
+    kept_from_others,
+    open_source,
+    settle,
+)
 from perceiver_ar.watch import Watch
 from perceiver_ar.windows import generator
 
@@ -88,9 +98,10 @@ def chosen(
     experiment: Experiment, origin: Origin, say: Callable[[str], None]
 ) -> tuple[Experiment, Source, dict[str, Tensor] | None]:
     """What is trained, with the task of its data; those; and the weights to start from, if there are any."""
+    experiment = as_stored(experiment, origin.data, say)
     source = open_source(experiment.task, experiment.options, origin.data)
     import_logger(experiment.train.logger)
-    experiment, weights = start_from(origin, settle(experiment, source, say))
+    experiment, weights = start_from(origin, settle(experiment, source, say), source)
     return experiment, source, weights
 
 
