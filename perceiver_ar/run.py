@@ -184,7 +184,13 @@ def begun_by(launch: str | None, folder: Path) -> bool:
 
 
 def begin(
-    folder: Path, experiment: Experiment, source: Source, origin: Origin, resume: bool, launch: str | None
+    folder: Path,
+    experiment: Experiment,
+    source: Source,
+    origin: Origin,
+    resume: bool,
+    launch: str | None,
+    say: Callable[[str], None],
 ) -> None:
     """Makes the folder of a new run, or checks that an old one is the same."""
     config, seal = folder / "config.json", source.seal()
@@ -200,6 +206,10 @@ def begin(
                 "use those, or another --out."
             )
         return
+    if resume and folder.exists() and not all(path.name.startswith(".") for path in folder.iterdir()):
+        raise ValueError(f"{folder} is not empty, but holds no run (config.json): choose another --out.")
+    if resume:
+        say(f"Nothing to resume in {folder}: begun anew.")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"format_version": FORMAT_VERSION, "experiment": experiment.to_dict(), "store": seal}
     write_sealed(config, {**about, "data": origin.data, "init": origin.init, "launch": launch})

@@ -115,7 +115,7 @@ def prepare(
     held: ExitStack,
 ) -> Path | None:
     """Makes or mends a run's folder, which is kept from others; its newest checkpoint, if there is one."""
-    begin(folder, experiment, source, origin, resume, launch())
+    begin(folder, experiment, source, origin, resume, launch(), warn)
     held.enter_context(kept_from_others(folder))
     for place in (folder, folder / "checkpoints"):
         recover(place)

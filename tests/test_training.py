@@ -456,7 +456,8 @@ def test_the_newest_good_checkpoint_is_used(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_runs_are_begun_resumed_and_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(small(), out=tmp_path / "run", resume=True, show=False)  # nothing there: from the beginning
+    train(small(), out=tmp_path / "run", resume=True)  # nothing there: from the beginning
+    assert f"Nothing to resume in {tmp_path / 'run'}: begun anew." in capfd.readouterr().err
     with pytest.raises(ValueError, match="exists already: add --resume to go on"):
         train(small(), out=tmp_path / "run", show=False)
     with pytest.raises(
@@ -465,7 +466,17 @@ def test_runs_are_begun_resumed_and_refused(tmp_path: Path, capfd: pytest.Captur
         train(small(learning_rate=0.1), out=tmp_path / "run", resume=True, show=False)
     capfd.readouterr()
     assert train(small(log_every=2), out=tmp_path / "run", resume=True)["step"] == 12
-    assert "is finished: 12 steps." in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "is finished: 12 steps." in said
+    assert "Nothing to resume" not in said
+
+
+def test_a_run_is_not_put_into_a_folder_of_other_things(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/letter.txt").write_text("Dear all")
+    with pytest.raises(ValueError, match="mine is not empty, but holds no run"):
+        train(small(), out=tmp_path / "mine", resume=True, show=False)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
 
 
 CHILD = """
