@@ -211,7 +211,7 @@ def begin(
     if resume:
         say(f"Nothing to resume in {folder}: begun anew.")
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"format_version": FORMAT_VERSION, "experiment": experiment.to_dict(), "store": seal}
+    about = {"format_version": FORMAT_VERSION, "experiment": experiment.record(), "store": seal}
     write_sealed(config, {**about, "data": origin.data, "init": origin.init, "launch": launch})
 
 
@@ -266,7 +266,7 @@ def export(
             save_packed(model, beside, bits)
         for name, content in task.files().items():
             (beside / name).write_bytes(content)
-        about = {"experiment": experiment.to_dict(), "data": data, "sha256": file_digest(beside / WEIGHTS)}
+        about = {"experiment": experiment.record(), "data": data, "sha256": file_digest(beside / WEIGHTS)}
         write_sealed(beside / "experiment.json", about)
 
     write_folder(folder, write)

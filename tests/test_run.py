@@ -1,5 +1,6 @@
 """What a run is trained on, and whether a model knows the tokens that it is given."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from perceiver_ar import Experiment, ModelConfig, TrainConfig, train
+from perceiver_ar.config import TransformerConfig
 from perceiver_ar.run import load, open_source
+from perceiver_ar.sealed import read_sealed
 from perceiver_ar.store import write_store
 from perceiver_ar.tasks.image import ImageTask
 from perceiver_ar.tasks.image import prepare as prepare_images
@@ -21,6 +24,15 @@ def brief(task: str, options: dict[str, Any] | None = None, **model: Any) -> Exp
     config = ModelConfig(259, 16, 8, **SIZES | {"positions": "sinusoidal"} | model)
     settings = TrainConfig(steps=1, batch_size=2, warmup_steps=1)
     return Experiment("brief", task, config, settings, options or {})
+
+
+def test_a_run_records_the_kind_of_its_model(tmp_path: Path) -> None:
+    experiment = replace(brief("copy", {"length": 16}), model=TransformerConfig(259, 16, **SIZES))
+    train(experiment, out=tmp_path / "run", show=False)
+    for name in ("config.json", "model/experiment.json"):
+        recorded = read_sealed(tmp_path / "run" / name)["experiment"]
+        assert recorded["model"]["model_type"] == "transformer"
+        assert Experiment.from_dict(recorded).model == experiment.model
 
 
 def words(folder: Path, name: str, text: str, **settings: Any) -> Path:
