@@ -150,14 +150,23 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
     assert found[2] == pytest.approx(found[0], abs=1e-4)
 
 
+def full_gpu(*args: Any) -> None:
+    raise torch.OutOfMemoryError
+
+
+def full_cpu(*args: Any) -> None:
+    torch.empty(2**60)
+
+
+@pytest.mark.parametrize("full", [full_gpu, full_cpu])
 def test_too_large_a_batch_is_halved_into_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    full: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     forward = PerceiverAR.forward
 
     def cramped(self: PerceiverAR, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if len(tokens) > 1:
-            raise torch.OutOfMemoryError
+            full()
         return forward(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(PerceiverAR, "forward", cramped)
@@ -168,24 +177,32 @@ def test_too_large_a_batch_is_halved_into_micro_batches(
     assert reading.state(reading.newest(tmp_path / "run"))["micro"] == 1
 
 
-def test_a_sequence_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(PerceiverAR, "forward", full)
-    with pytest.raises(
-        ValueError, match=r"one sequence does not fit into memory: set --model.checkpoint-act"
-    ):
+@pytest.mark.parametrize("full", [full_gpu, full_cpu])
+@pytest.mark.parametrize(
+    ("of", "name", "sentence"),
+    [
+        (PerceiverAR, "forward", "one sequence does not fit into memory: set --model.checkpoint-act"),
+        (torch.optim.AdamW, "step", "the optimizer's state does not fit into memory: lower"),
+        (training_module, "make_state", "the model does not fit into memory: lower"),
+    ],
+)
+def test_what_does_not_fit_into_memory_is_said(
+    full: Any, of: Any, name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of, name, lambda *args, **settings: full())
+    with pytest.raises(ValueError, match=sentence):
         train(small(), out=tmp_path / "run", show=False)
 
 
-def test_an_optimizer_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError
+def test_other_errors_are_not_taken_for_full_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **settings: Any) -> None:
+        torch.ones(2) @ torch.ones(3)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", full)
-    with pytest.raises(ValueError, match="the optimizer's state does not fit"):
-        train(small(), out=tmp_path / "run", show=False)
+    for of, name in ((torch.optim.AdamW, "step"), (PerceiverAR, "forward")):
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, wrong)
+            with pytest.raises(RuntimeError, match="size"):
+                train(small(), out=tmp_path / name, show=False)
 
 
 def test_only_the_run_itself_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
