@@ -121,7 +121,8 @@ def as_stored(experiment: Experiment, data: Data, say: Callable[[str], None]) ->
     meta = Store.open(next(iter(mixture))).meta
     if meta["task"] == experiment.task:
         return replace(experiment, options=experiment.options | meta["options"])
-    say(f"The store's task, {meta['task']}, is taken instead of the preset's, {experiment.task}.")
+    if experiment.options:  # else nothing is lost, as with the task `tokens`
+        say(f"The store's task, {meta['task']}, is taken instead of the preset's, {experiment.task}.")
     return replace(experiment, task=meta["task"], options=meta["options"])
 
 

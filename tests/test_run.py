@@ -93,11 +93,12 @@ def test_what_only_training_uses_is_no_part_of_what_tokens_mean(tmp_path: Path) 
     train(brief("music"), store.folder, tmp_path / "tuned", init=tmp_path / "run", show=False)
 
 
-def test_a_task_that_gives_way_to_that_of_the_store_is_named(
+def test_a_task_whose_settings_give_way_to_the_store_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    store = words(tmp_path, "text", "some text")
+    store = words(tmp_path, "store", "some text")
     train(brief("copy", {"length": 16}), store, tmp_path / "run")
     assert "The store's task, text, is taken instead of the preset's, copy." in capfd.readouterr().err
-    train(brief("text"), store, tmp_path / "other")
-    assert "is taken instead" not in capfd.readouterr().err
+    for task in ("text", "tokens"):
+        train(brief(task), store, tmp_path / task)
+        assert "is taken instead" not in capfd.readouterr().err
