@@ -45,7 +45,7 @@ class Transformer(Decoder):
     """A decoder-only Transformer with the blocks and positions of Perceiver AR."""
 
     config_class = TransformerConfig
-    model_type = "transformer"
+    model_type = TransformerConfig.model_type
     config: TransformerConfig
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -161,7 +161,7 @@ class TransformerXL(Decoder):
     """
 
     config_class = TransformerXLConfig
-    model_type = "transformer_xl"
+    model_type = TransformerXLConfig.model_type
     config: TransformerXLConfig
 
     def __init__(self, config: TransformerXLConfig) -> None:

@@ -6,9 +6,9 @@ L layers, V vocabulary, A position axes.
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self, get_args
 
-from perceiver_ar.strict import Config, require
+from perceiver_ar.strict import Config, require, unknown
 
 FORMAT_VERSION = 1
 """Of config.json. Raise it when a field changes its meaning, and keep reading the version before."""
@@ -77,6 +77,8 @@ class ModelConfig(Config):
     """Which inputs cross-attend dropout may hide: all, the last N, or those before, which needs no mask."""
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
+
+    model_type: ClassVar[str] = "perceiver_ar"
 
     @property
     def has_no_end(self) -> bool:
@@ -224,8 +226,11 @@ class TransformerConfig(Config, Baseline):
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 
+    model_type: ClassVar[str] = "transformer"
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.layers >= 1, "layers must be at least 1.")
         self.stack()
 
     def stack(self) -> ModelConfig:
@@ -300,6 +305,7 @@ class TransformerXLConfig(Config, Baseline):
         """M: the most inputs that a call makes use of."""
         return self.segment + max(self.memory, self.evaluation_memory)
 
+    model_type: ClassVar[str] = "transformer_xl"
     positions: ClassVar[Positions] = "none"
     axes: ClassVar[tuple[int, ...]] = ()
     has_no_end: ClassVar[bool] = True
@@ -431,3 +437,20 @@ class Experiment(Config):
             self.train.context_parallel == 1 or isinstance(self.model, ModelConfig),
             "context_parallel shares out the inputs of Perceiver AR's cross-attend: set it to 1.",
         )
+
+    def record(self) -> dict[str, Any]:
+        """As from_dict reads it, with the kind of the model."""
+        data = self.to_dict()
+        return data | {"model": {"model_type": self.model.model_type, **data["model"]}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Of runs of before they recorded the kind of their model, its settings tell it."""
+        model = data.get("model")
+        if isinstance(model, dict) and "model_type" in model:
+            kinds = {kind.model_type: kind for kind in get_args(AnyModelConfig)}
+            settings = dict(model)
+            kind = str(settings.pop("model_type"))
+            require(kind in kinds, unknown("type of model", kind, kinds))
+            data = data | {"model": kinds[kind].from_dict(settings)}
+        return super().from_dict(data)

@@ -37,3 +37,8 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     """Computes in the best precision, from weights in float32."""
     dtype = best_dtype(device)
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+def memory_is_full(error: RuntimeError) -> bool:
+    """Whether memory did not suffice, which torch says of a CPU's only in words."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

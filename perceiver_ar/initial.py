@@ -7,6 +7,7 @@ from torch import Tensor
 
 from perceiver_ar.architectures import load_model
 from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, TransformerXLConfig
+from perceiver_ar.run import Origin, Source, check_tokens, load, meaning
 
 FREE = {
     *("context", "latents", "residual_dropout", "latent_dropout", "cross_dropout", "cross_dropout_scope"),
@@ -15,14 +16,21 @@ FREE = {
 
 
 def start_from(
-    folder: str | Path | None, experiment: Experiment
+    origin: Origin, experiment: Experiment, source: Source
 ) -> tuple[Experiment, dict[str, Tensor] | None]:
-    """The experiment with what the trained model fixes, and that model's weights."""
-    if folder is None:
+    """The experiment with what the trained model fixes, and that model's weights, if they are needed."""
+    if origin.init is None:
         return experiment, None
-    path = Path(folder)
-    trained = load_model(path / "model" if (path / "model").is_dir() else path)
-    model = fit(trained.config, experiment.model, str(folder))
+    if origin.begun is not None:
+        return replace(experiment, model=fit(origin.begun, experiment.model, "the run")), None
+    path = Path(origin.init)
+    inner = path / "model" if (path / "model").is_dir() else path
+    if (inner / "experiment.json").exists():
+        trained, task, _ = load(inner, "cpu")
+        check_tokens(source.stores, meaning(task.name, task.to_dict()), str(path))
+    else:
+        trained = load_model(inner)
+    model = fit(trained.config, experiment.model, str(path))
     return replace(experiment, model=model), trained.state_dict()
 
 

@@ -162,7 +162,7 @@ class PerceiverAR(Decoder):
     """Perceiver AR (Hawthorne, Jaegle et al., ICML 2022)."""
 
     config_class = ModelConfig
-    model_type = "perceiver_ar"
+    model_type = ModelConfig.model_type
     config: ModelConfig
 
     def __init__(self, config: ModelConfig) -> None:

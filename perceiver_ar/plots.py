@@ -66,11 +66,15 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{run} is not a run that has begun: it holds no {path.name}.")
-    # The last line of a run that goes on may not be whole yet.
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    lines = whole_lines(path)
     if not any("loss" in line for line in lines):
         raise ValueError(f"{run} has logged no step yet.")
     return lines
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """All but a last one that is cut short, since the run goes on or was killed."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:

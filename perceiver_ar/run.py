@@ -6,14 +6,14 @@ the task makes them itself.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from perceiver_ar import tasks
 from perceiver_ar.architectures import load_model
-from perceiver_ar.checkpoint import write_folder
-from perceiver_ar.config import Experiment
+from perceiver_ar.checkpoint import checkpoints, write_folder
+from perceiver_ar.config import AnyModelConfig, Experiment
 from perceiver_ar.data import Crops, Mixture
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.evaluation import Documents
@@ -75,7 +75,7 @@ def as_mixture(data: Data) -> dict[str, float]:
 
 
 def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
-    """The stores' task if there are any, which know what their tokens mean; else the one named."""
+    """The stores of a task, if their tokens mean what it says; without any, what it makes itself."""
     mixture = as_mixture(data)
     if not mixture:
         found = tasks.get(task, options) if tasks.is_known(task) else None
@@ -83,22 +83,53 @@ def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
             raise ValueError(f"the task '{task}' needs data: --data with a store that `prepare` made.")
         return Source(found)
     first, *others = stores = [Store.open(folder) for folder in mixture]
-    for other in others:
-        if _meaning(other) != _meaning(first):
-            raise ValueError(f"{first.folder} and {other.folder} cannot be mixed: their tokens differ.")
-    # What a store does not settle, such as augmentation, is as asked.
-    asked = options if task == first.meta["task"] else {}
-    kind = tasks.get(first.meta["task"], asked | first.meta["options"]).at(first.folder)
+    check_tokens([first], meaning(task, options), "the model")
+    check_tokens(others, stored_meaning(first), str(first.folder))
+    kind = tasks.get(task, options | first.meta["options"]).at(first.folder)
     return Source(kind, tuple(stores), tuple(mixture.values()))
 
 
-def _meaning(store: Store) -> tuple[Task, int]:
-    """What the store's tokens mean; how its files were written is no part of it."""
-    return tasks.get(store.meta["task"], store.meta["options"]), store.vocab_size
+def meaning(task: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What the tokens of a task depend on; those of a tokenizer on its file, whatever made that."""
+    kind = tasks.get(task, options) if tasks.is_known(task) else None
+    beside = {field.name for field in fields(kind) if not field.compare} if kind else set()
+    found = {"task": task, **{key: value for key, value in options.items() if key not in beside}}
+    if "tokenizer" in found:
+        found["tokenizer"] = found.pop("sha256", "") or found["tokenizer"]
+    return found
+
+
+def stored_meaning(store: Store) -> dict[str, Any]:
+    """What a store says of its tokens."""
+    return {**meaning(store.meta["task"], store.meta["options"]), "vocab_size": store.vocab_size}
+
+
+def check_tokens(stores: Sequence[Store], wanted: dict[str, Any], whose: str) -> None:
+    """Refuses stores whose tokens mean something else; what only training makes use of, they do not say."""
+    for store in stores:
+        for key, value in stored_meaning(store).items():
+            if wanted.get(key, value) != value:
+                raise ValueError(
+                    f"{store.folder} has tokens of another {key} than {whose}: prepare it with the same "
+                    "settings, text with --tokenizer-file."
+                )
+
+
+def as_stored(experiment: Experiment, data: Data, say: Callable[[str], None]) -> Experiment:
+    """The experiment with the task of its store; what that does not settle, as augmentation, is as asked."""
+    mixture = as_mixture(data)
+    if not mixture:
+        return experiment
+    meta = Store.open(next(iter(mixture))).meta
+    if meta["task"] == experiment.task:
+        return replace(experiment, options=experiment.options | meta["options"])
+    if experiment.options:  # else nothing is lost, as with the task `tokens`
+        say(f"The store's task, {meta['task']}, is taken instead of the preset's, {experiment.task}.")
+    return replace(experiment, task=meta["task"], options=meta["options"])
 
 
 def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -> Experiment:
-    """The experiment with the task, and the vocabulary, of what it is trained on."""
+    """The experiment with the vocabulary of what it is trained on, and all settings of its task."""
     task, vocabulary = source.task, experiment.model.vocab_size
     if source.stores and source.stores[0].vocab_size != vocabulary:
         vocabulary = source.stores[0].vocab_size
@@ -131,6 +162,8 @@ class Origin:
 
     data: dict[str, float]
     init: str | None
+    begun: AnyModelConfig | None = None
+    """The model of a run with a checkpoint, whose weights are there: the first are not needed any more."""
 
     @classmethod
     def of(cls, folder: Path, data: Data, init: str | Path | None, resume: bool) -> Self:
@@ -141,7 +174,10 @@ class Origin:
         if not resume:
             raise ValueError(f"{folder} exists already: add --resume to go on, or choose another --out.")
         recorded = read_sealed(folder / "config.json")
-        return cls(given.data or as_mixture(recorded["data"]), given.init or recorded["init"])
+        data = given.data or as_mixture(recorded["data"])
+        if recorded["init"] is None or not checkpoints(folder / "checkpoints"):
+            return cls(data, given.init or recorded["init"])
+        return cls(data, recorded["init"], Experiment.from_dict(recorded["experiment"]).model)
 
 
 def begun_by(launch: str | None, folder: Path) -> bool:
@@ -151,7 +187,13 @@ def begun_by(launch: str | None, folder: Path) -> bool:
 
 
 def begin(
-    folder: Path, experiment: Experiment, source: Source, origin: Origin, resume: bool, launch: str | None
+    folder: Path,
+    experiment: Experiment,
+    source: Source,
+    origin: Origin,
+    resume: bool,
+    launch: str | None,
+    say: Callable[[str], None],
 ) -> None:
     """Makes the folder of a new run, or checks that an old one is the same."""
     config, seal = folder / "config.json", source.seal()
@@ -167,8 +209,12 @@ def begin(
                 "use those, or another --out."
             )
         return
+    if resume and folder.exists() and not all(path.name.startswith(".") for path in folder.iterdir()):
+        raise ValueError(f"{folder} is not empty, but holds no run (config.json): choose another --out.")
+    if resume:
+        say(f"Nothing to resume in {folder}: begun anew.")
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"format_version": FORMAT_VERSION, "experiment": experiment.to_dict(), "store": seal}
+    about = {"format_version": FORMAT_VERSION, "experiment": experiment.record(), "store": seal}
     write_sealed(config, {**about, "data": origin.data, "init": origin.init, "launch": launch})
 
 
@@ -224,7 +270,7 @@ def export(
             save_packed(model, beside, bits)
         for name, content in task.files().items():
             (beside / name).write_bytes(content)
-        about = {"experiment": experiment.to_dict(), "data": data, "sha256": file_digest(beside / WEIGHTS)}
+        about = {"experiment": experiment.record(), "data": data, "sha256": file_digest(beside / WEIGHTS)}
         write_sealed(beside / "experiment.json", about)
 
     write_folder(folder, write)

@@ -20,7 +20,7 @@ from torch import Tensor
 from perceiver_ar.checkpoint import Keeper, newest, recover
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.data import Batch, collate
-from perceiver_ar.device import autocast
+from perceiver_ar.device import autocast, memory_is_full
 from perceiver_ar.distributed import alone, join, launch, whole
 from perceiver_ar.embedding import Scores
 from perceiver_ar.feed import Feed
@@ -29,7 +29,17 @@ from perceiver_ar.job import Interrupted, Job, NotFinite, State, make_state
 from perceiver_ar.keeping import evaluate_step, keep, keep_last
 from perceiver_ar.metrics import Metrics, import_logger
 from perceiver_ar.optim import learning_rate, update_average
-from perceiver_ar.run import Data, Origin, Source, begin, begun_by, kept_from_others, open_source, settle
+from perceiver_ar.run import (
+    Data,
+    Origin,
+    Source,
+    as_stored,
+    begin,
+    begun_by,
+    kept_from_others,
+    open_source,
+    settle,
+)
 from perceiver_ar.watch import Watch
 from perceiver_ar.windows import generator
 
@@ -61,7 +71,8 @@ def train(
     ):
         origin, resume = ranks.first(lambda: beginning(folder, data, init, resume))
         experiment, source, weights = chosen(experiment, origin, notes.append)
-        run = make_state(experiment, source, where, weights, ranks)
+        with room_for("the model"):
+            run = make_state(experiment, source, where, weights, ranks)
         place = ranks.first(lambda: prepare(folder, experiment, source, origin, resume, notes.append, held))
         received = held.enter_context(stop_signals())  # before this there is nothing to save
         if place is not None:
@@ -88,9 +99,10 @@ def chosen(
     experiment: Experiment, origin: Origin, say: Callable[[str], None]
 ) -> tuple[Experiment, Source, dict[str, Tensor] | None]:
     """What is trained, with the task of its data; those; and the weights to start from, if there are any."""
+    experiment = as_stored(experiment, origin.data, say)
     source = open_source(experiment.task, experiment.options, origin.data)
     import_logger(experiment.train.logger)
-    experiment, weights = start_from(origin.init, settle(experiment, source, say))
+    experiment, weights = start_from(origin, settle(experiment, source, say), source)
     return experiment, source, weights
 
 
@@ -104,7 +116,7 @@ def prepare(
     held: ExitStack,
 ) -> Path | None:
     """Makes or mends a run's folder, which is kept from others; its newest checkpoint, if there is one."""
-    begin(folder, experiment, source, origin, resume, launch())
+    begin(folder, experiment, source, origin, resume, launch(), warn)
     held.enter_context(kept_from_others(folder))
     for place in (folder, folder / "checkpoints"):
         recover(place)
@@ -184,7 +196,9 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
         try:
             sums = accumulate(job, run, batch)
             break
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not memory_is_full(error):
+                raise
             run.optimizer.zero_grad()
             if job.ranks.size > 1:
                 raise ValueError(
@@ -215,12 +229,8 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
     rate = learning_rate(run.step, config)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    try:
+    with room_for("the optimizer's state"):
         run.optimizer.step()
-    except torch.OutOfMemoryError:
-        raise ValueError(
-            "the optimizer's state does not fit into memory: lower the channels or the layers."
-        ) from None
     run.optimizer.zero_grad()
     if run.average:
         update_average(run.average, run.model.parameters(), config.ema, run.step)
@@ -265,6 +275,17 @@ def precision(config: TrainConfig, device: torch.device) -> Any:
     if config.precision == "bf16":
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext() if config.precision == "float32" else autocast(device)
+
+
+@contextmanager
+def room_for(what: str) -> Generator[None]:
+    """Says what does not fit into memory, if something does not."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not memory_is_full(error):
+            raise
+        raise ValueError(f"{what} does not fit into memory: lower the channels or the layers.") from None
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,12 @@ def test_at_first_nothing_is_very_unlikely(cutoffs: tuple[int, ...]) -> None:
     model = TransformerXL(TransformerXLConfig(5000, 16, channels=256, heads=4, layers=1, cutoffs=cutoffs))
     nats = model.nats(torch.randint(5000, (4, 16)), torch.randint(5000, (4, 16)))
     assert nats.mean() < 1.6 * math.log(5000)  # a band is as likely as a token of the first
+
+
+def test_a_baseline_without_layers_is_refused() -> None:
+    for config in (xl().config, transformer().config):
+        with pytest.raises(ValueError, match=r"layers.* must be at least 1"):
+            replace(config, layers=0)
 
 
 def test_a_misspelt_setting_of_a_baseline_is_named() -> None:

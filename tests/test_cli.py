@@ -219,7 +219,7 @@ def test_errors_say_what_to_do(
         (("evaluate", str(tmp_path / "empty")), "is not a run that can be used: it holds no model"),
         (("evaluate", ran, "--latents", "33"), "latents must be from 1 to 32, but is 33"),
         (("evaluate", ran, "--stride", "17"), "stride must be from 1 to the 16 latents, but is 17"),
-        (("evaluate", ran, "--data", str(tmp_path / "store")), "vocabulary of 33"),
+        (("evaluate", ran, "--data", str(tmp_path / "store")), "tokens of another task"),
         (("score", ran, str(tmp_path / "ids.npy")), "the task copy has no files that could be scored"),
         (("evaluate", ran, "--split", "test"), "the copy task has no split 'test'"),
         (("evaluate", ran, "--batch-size", "0"), "batch_size must be at least 1"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import perceiver_ar.config as config_module
-from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
+from perceiver_ar.config import Experiment, ModelConfig, TrainConfig, TransformerConfig, TransformerXLConfig
 
 SMALL: dict[str, Any] = {
     "vocab_size": 259,
@@ -26,6 +26,23 @@ def test_configs_survive_json() -> None:
     experiment = Experiment("mine", "image", model, TrainConfig(steps=5), {"order": "rgb"})
     assert ModelConfig.from_dict(json.loads(json.dumps(model.to_dict()))) == model
     assert Experiment.from_dict(json.loads(json.dumps(experiment.to_dict()))) == experiment
+
+
+@pytest.mark.parametrize(
+    "model", [ModelConfig(**SMALL), TransformerConfig(259, 64), TransformerXLConfig(259, layers=2)]
+)
+def test_the_kind_of_a_model_is_recorded_and_read_even_if_settings_are_left_to_their_defaults(
+    model: Any,
+) -> None:
+    experiment = Experiment("mine", "copy", model, TrainConfig())
+    record = json.loads(json.dumps(experiment.record()))
+    assert Experiment.from_dict(record) == experiment
+    defaults = {f.name: f.default for f in dataclasses.fields(model)}
+    record["model"] = {k: v for k, v in record["model"].items() if k not in defaults or v != defaults[k]}
+    assert Experiment.from_dict(record) == experiment
+    record["model"]["model_type"] = "transformer_xxl"
+    with pytest.raises(ValueError, match="not a type of model; did you mean 'transformer_xl'"):
+        Experiment.from_dict(record)
 
 
 def test_configs_are_frozen() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,14 +150,23 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
     assert found[2] == pytest.approx(found[0], abs=1e-4)
 
 
+def full_gpu(*args: Any) -> None:
+    raise torch.OutOfMemoryError
+
+
+def full_cpu(*args: Any) -> None:
+    torch.empty(2**60)
+
+
+@pytest.mark.parametrize("full", [full_gpu, full_cpu])
 def test_too_large_a_batch_is_halved_into_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    full: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     forward = PerceiverAR.forward
 
     def cramped(self: PerceiverAR, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if len(tokens) > 1:
-            raise torch.OutOfMemoryError
+            full()
         return forward(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(PerceiverAR, "forward", cramped)
@@ -167,24 +177,32 @@ def test_too_large_a_batch_is_halved_into_micro_batches(
     assert reading.state(reading.newest(tmp_path / "run"))["micro"] == 1
 
 
-def test_a_sequence_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(PerceiverAR, "forward", full)
-    with pytest.raises(
-        ValueError, match=r"one sequence does not fit into memory: set --model.checkpoint-act"
-    ):
+@pytest.mark.parametrize("full", [full_gpu, full_cpu])
+@pytest.mark.parametrize(
+    ("of", "name", "sentence"),
+    [
+        (PerceiverAR, "forward", "one sequence does not fit into memory: set --model.checkpoint-act"),
+        (torch.optim.AdamW, "step", "the optimizer's state does not fit into memory: lower"),
+        (training_module, "make_state", "the model does not fit into memory: lower"),
+    ],
+)
+def test_what_does_not_fit_into_memory_is_said(
+    full: Any, of: Any, name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of, name, lambda *args, **settings: full())
+    with pytest.raises(ValueError, match=sentence):
         train(small(), out=tmp_path / "run", show=False)
 
 
-def test_an_optimizer_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError
+def test_other_errors_are_not_taken_for_full_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **settings: Any) -> None:
+        torch.ones(2) @ torch.ones(3)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", full)
-    with pytest.raises(ValueError, match="the optimizer's state does not fit"):
-        train(small(), out=tmp_path / "run", show=False)
+    for of, name in ((torch.optim.AdamW, "step"), (PerceiverAR, "forward")):
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, wrong)
+            with pytest.raises(RuntimeError, match="size"):
+                train(small(), out=tmp_path / name, show=False)
 
 
 def test_only_the_run_itself_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +473,8 @@ def test_the_newest_good_checkpoint_is_used(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_runs_are_begun_resumed_and_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(small(), out=tmp_path / "run", resume=True, show=False)  # nothing there: from the beginning
+    train(small(), out=tmp_path / "run", resume=True)  # nothing there: from the beginning
+    assert f"Nothing to resume in {tmp_path / 'run'}: begun anew." in capfd.readouterr().err
     with pytest.raises(ValueError, match="exists already: add --resume to go on"):
         train(small(), out=tmp_path / "run", show=False)
     with pytest.raises(
@@ -464,7 +483,17 @@ def test_runs_are_begun_resumed_and_refused(tmp_path: Path, capfd: pytest.Captur
         train(small(learning_rate=0.1), out=tmp_path / "run", resume=True, show=False)
     capfd.readouterr()
     assert train(small(log_every=2), out=tmp_path / "run", resume=True)["step"] == 12
-    assert "is finished: 12 steps." in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "is finished: 12 steps." in said
+    assert "Nothing to resume" not in said
+
+
+def test_a_run_is_not_put_into_a_folder_of_other_things(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/letter.txt").write_text("Dear all")
+    with pytest.raises(ValueError, match="mine is not empty, but holds no run"):
+        train(small(), out=tmp_path / "mine", resume=True, show=False)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
 
 
 CHILD = """
@@ -518,7 +547,7 @@ def test_twenty_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
 def test_a_signal_saves_and_leaves(tmp_path: Path, number: int) -> None:
     process = child(tmp_path / "run", 100_000)
     assert process.stderr is not None
-    process.stderr.readline()
+    assert any(b"loss" in line for line in process.stderr)  # a step was done
     process.send_signal(number)
     sent = time.monotonic()
     said = process.communicate(timeout=60)[1].decode()
@@ -719,6 +748,28 @@ def test_data_and_first_weights_are_remembered(tmp_path: Path) -> None:
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     with pytest.raises(ValueError, match="was begun on other data"):
         train(small(), data=tmp_path / "b", out=tmp_path / "parts", resume=True, show=False)
+
+
+def test_a_run_with_a_checkpoint_needs_its_first_weights_no_more(tmp_path: Path) -> None:
+    rotary = replace(small().model, positions="rotary", cross_dropout=0.0)
+
+    def tuned(steps: int, context: int = 32) -> Experiment:
+        model = replace(rotary, context=context)
+        return replace(small(steps=steps), model=model, options={"length": 32})
+
+    train(replace(small(steps=1), model=rotary), out=tmp_path / "first", show=False)
+    for steps, name in ((6, "whole"), (3, "parts"), (3, "begun")):
+        train(tuned(steps), init=tmp_path / "first", out=tmp_path / name, show=False)
+    shutil.rmtree(tmp_path / "begun/checkpoints")
+    (tmp_path / "first").rename(tmp_path / "elsewhere")
+    train(tuned(6), out=tmp_path / "parts", resume=True, show=False)
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    with pytest.raises(ValueError, match=r"begun with other settings: model.context was 32 and is 48"):
+        train(tuned(6, 48), out=tmp_path / "parts", resume=True, show=False)
+    with pytest.raises(ValueError, match="neither a folder nor a model"):
+        train(tuned(6), out=tmp_path / "begun", resume=True, show=False)
+    train(tuned(6), init=tmp_path / "elsewhere", out=tmp_path / "begun", resume=True, show=False)
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "begun"))
 
 
 def test_what_was_trained_is_kept_when_the_store_turns_out_damaged(

@@ -353,7 +353,8 @@ def test_what_trainer_saves_is_read_back(exported: Path, tmp_path: Path) -> None
 
 
 def test_our_commands_read_what_was_exported(run_folder: Path, exported: Path) -> None:
-    ours, theirs = (run("evaluate", str(f), "--json") for f in (run_folder, exported))
+    store = str(run_folder.parent / "store")
+    ours, theirs = (run("evaluate", str(f), "--data", store, "--json") for f in (run_folder, exported))
     assert json.loads(theirs.stdout) == json.loads(ours.stdout)
 
 
@@ -379,6 +380,19 @@ def test_the_card_tells_of_the_model_that_was_kept(run_folder: Path, tmp_path: P
     export(tmp_path / "it", tmp_path / "out")
     results = ModelCard.load(tmp_path / "out/README.md").data.eval_results
     assert {r.metric_value for r in results if r.metric_type == "nats"}.isdisjoint({99.0})
+
+
+def test_a_killed_run_is_exported_and_the_folder_does_not_say_where_its_data_were(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_folder, tmp_path / "it")
+    with (tmp_path / "it/metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "validation": {"nats": 0.1}')
+    export(tmp_path / "it", tmp_path / "out")
+    results = ModelCard.load(tmp_path / "out/README.md").data.eval_results
+    assert {r.metric_value for r in results if r.metric_type == "nats"}.isdisjoint({0.1})
+    assert load(tmp_path / "it", "cpu")[2]
+    assert load(tmp_path / "out", "cpu")[2] is None
 
 
 @pytest.mark.parametrize("kind", ["bytes", "unigram", "bpe", "words", "tokenizers"])

@@ -1,7 +1,6 @@
 """A run as a folder of the transformers library, which people without this one can load, too."""
 
 import ast
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from perceiver_ar.architectures import parameter_count
 from perceiver_ar.checkpoint import write_folder
 from perceiver_ar.extras import need
 from perceiver_ar.model import PerceiverAR
+from perceiver_ar.plots import whole_lines
 from perceiver_ar.pretrained import WEIGHTS
 from perceiver_ar.run import load, model_folder
 from perceiver_ar.sealed import file_digest, read_sealed, write_sealed
@@ -42,7 +42,8 @@ def export(run: Path, out: Path, license: str = "unknown") -> None:
     def write(beside: Path) -> None:
         wrapped.save_pretrained(beside)
         about = read_sealed(model_folder(run) / "experiment.json")
-        write_sealed(beside / "experiment.json", about | {"sha256": file_digest(beside / WEIGHTS)})
+        about |= {"data": None, "sha256": file_digest(beside / WEIGHTS)}
+        write_sealed(beside / "experiment.json", about)
         for name, content in task.files().items():
             (beside / name).write_bytes(content)
         if isinstance(task, TextTask):
@@ -144,7 +145,7 @@ def card(run: Path, model: PerceiverAR, task: Task, license: str) -> str:
 def _best_evaluation(run: Path) -> dict[str, Any]:
     """Figures of the evaluation whose model a run kept."""
     path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = whole_lines(path) if path.exists() else []
     evaluations = [line["validation"] for line in lines if "validation" in line]
     best = min(evaluations, key=lambda means: means["nats"], default={})
     return {name: value for name, value in best.items() if isinstance(value, float)}
