@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -50,7 +50,7 @@ class AudioTask(Task):
     """The codec's name on the hub, or its folder; Lyra's lie beside a store and beside a model."""
     sha256: str = ""
     """Of Lyra's."""
-    loudness: float | None = -20.0
+    loudness: float | None = field(default=-20.0, compare=False)
     """Loudness that recordings are brought to, dB."""
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ def prepare(
     codec: Kind = "lyra",
     weights: str | None = None,
     levels: int | None = None,
-    loudness: float | None = -20.0,
+    loudness: float | None = field(default=-20.0, compare=False),
     validation: float = 0.05,
     test: float = 0.0,
     workers: int | None = None,
