@@ -160,7 +160,7 @@ def prepare(
     codec: Kind = "lyra",
     weights: str | None = None,
     levels: int | None = None,
-    loudness: float | None = field(default=-20.0, compare=False),
+    loudness: float | None = -20.0,
     validation: float = 0.05,
     test: float = 0.0,
     workers: int | None = None,
