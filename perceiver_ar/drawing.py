@@ -1,8 +1,10 @@
 """Generation for a person: text as it is drawn, a bar for anything else, files, and the rate."""
 
 import itertools
+import os
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ def _check(task: Task, count: int | None, lasting: float | None, samples: int, o
     if samples < 1:
         raise ValueError(f"samples must be at least 1, but is {samples}.")
     if out is not None:
-        if not out.parent.is_dir() or out.is_dir():
+        if not out.parent.is_dir() or out.is_dir() or not os.access(out.parent, os.W_OK):
             raise ValueError(f"{out} cannot be written: give a file in a folder that exists.")
         task.check_file(out)
     elif task.speller() is None:
@@ -164,14 +166,21 @@ def _heard(beat: Callable[[], None]) -> Callable[[Tensor], Tokens]:
     return heard
 
 
+def _harmless(text: str) -> str:
+    """For a terminal, without what would steer it."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
 def _typed(drawing: Iterator[Tokens], task: Task, prompt: Tokens) -> Tokens:
     """Prints the prompt, and each token of the only sample as it comes."""
     spell = task.speller()
     assert spell is not None
-    print("".join(map(spell, prompt.tolist())), end="", flush=True)
+    print(_harmless("".join(map(spell, prompt.tolist()))), end="", flush=True)
     row = []
     for (token,) in drawing:
-        print(spell(int(token)), end="", flush=True)
+        print(_harmless(spell(int(token))), end="", flush=True)
         row.append(int(token))
     print()
     return np.array(row)
@@ -213,5 +222,5 @@ def _tell(texts: list[str | None], files: list[str], seconds: float, tokens: int
         print(file)
     if not files and len(texts) > 1:
         for index, text in enumerate(texts, 1):
-            print(f"[{index}] {text}")
+            print(f"[{index}] {_harmless(text or '')}")
     print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} a second", file=sys.stderr)

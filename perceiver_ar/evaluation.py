@@ -136,6 +136,8 @@ def score(
     """
     config: Any = model.config
     latents = config.check_latents(latents)
+    if context is not None:  # which may be shorter than what is usual
+        latents = min(latents, max(1, context))
     reading_on = model if isinstance(model, TransformerXL) and stride is context is None else None
     stride = max(1, latents // 2) if stride is None else stride
     if not 1 <= stride <= latents:

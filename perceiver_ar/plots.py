@@ -52,7 +52,8 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
         found = [(line["step"], line["validation"]["nats"]) for line in lines if "validation" in line]
         colour = f"C{index}"
         axes.plot(*trained.T, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(trained[:, 0], _smoothed(trained[:, 1]), color=colour, label=run.name)
+        few = "." if len(trained) < 10 else ""  # of one point there is no line
+        axes.plot(trained[:, 0], _smoothed(trained[:, 1]), marker=few, color=colour, label=run.name)
         axes.plot(*np.array(found).reshape(-1, 2).T, "o", color=colour, markersize=4)
     low, high = axes.get_ylim()
     if low > 0 and high > 4 * low:

@@ -55,9 +55,9 @@ def read_alone(read: Callable[[Path], Any], path: Path, seconds: float = 60) -> 
 def show(report: dict[str, Any], sample: str | None) -> None:
     """Prints the report, and the sample if there is one."""
     console = Console(highlight=False, markup=False, emoji=False)
-    for key, value in report.items():
-        if key != "by_position":
-            console.print(f"{key:10} {_number(key, value)}")
+    told = {key: _number(key, value) for key, value in report.items() if key != "by_position"}
+    for key, value in told.items():
+        console.print(f"{key:{max(map(len, told))}} {value}")
     if len(report["by_position"]) > 1:
         table = Table("position below", "tokens", "nats", box=None, padding=(0, 1, 0, 0))
         for bound, part in report["by_position"].items():

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from perceiver_ar import tasks
 from perceiver_ar.architectures import load_model
 from perceiver_ar.checkpoint import checkpoints, write_folder
@@ -139,6 +141,11 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
         changes["cutoffs"] = tuple(cutoff for cutoff in cutoffs if cutoff < vocabulary)
     model = replace(experiment.model, **changes)
     task.check(model)
+    if getattr(model, "axes", ()) and task.positions(np.arange(2)[None]) is None:
+        raise ValueError(
+            f"axial positions are for tasks that give them, as images do, not for {task.name}: "
+            "choose another preset."
+        )
     if experiment.train.evaluate_every and not source.has("validation"):
         raise ValueError(
             "evaluate_every needs a validation split, which the store does not have: set it to 0."
@@ -245,7 +252,10 @@ def check_same(before: Experiment, now: Experiment, folder: Path) -> None:
     changed = [key for key in old.keys() | new.keys() if key not in free and old.get(key) != new.get(key)]
     if changed:
         words = ", ".join(f"{key} was {old.get(key)} and is {new.get(key)}" for key in sorted(changed))
-        raise ValueError(f"{folder} was begun with other settings: {words}. Use those, or another --out.")
+        raise ValueError(
+            f"{folder} was begun with other settings: {words}. Use those, or another --out; "
+            f"there, --init {folder} goes on from its weights."
+        )
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ def test_presets_are_listed_with_their_sizes() -> None:
     assert set(presets.names()) <= set(lines)
 
 
-def test_markup_in_a_text_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_odd_texts_contexts_and_presets(tmp_path: Path) -> None:
     (tmp_path / "bb.txt").write_text("some bold text :warning:[/b]\n" * 40)
     assert run("prepare", "text", str(tmp_path / "bb.txt"), "--out", str(tmp_path / "store")).returncode == 0
     small = ("--model.context", "32", "--model.latents", "16", "--model.layers", "1")
@@ -29,6 +29,13 @@ def test_markup_in_a_text_is_shown_as_it_is(tmp_path: Path) -> None:
     trained = run("train", "tiny", *SMALL, *small, "--train.evaluate-every", "2", *where)
     assert trained.returncode == 0, trained.stderr
     assert ":warning:[/b]" in trained.stderr
+    short = run("evaluate", str(tmp_path / "run"), "--context", "5", "--json")  # fewer than latents
+    assert short.returncode == 0, short.stderr
+    elsewhere = ("--data", str(tmp_path / "store"), "--out", str(tmp_path / "x"))
+    wrong = run("train", "imagenet64", *SMALL, *elsewhere)
+    assert wrong.returncode == 2
+    assert "axial positions are for tasks that give them" in wrong.stderr
+    assert not (tmp_path / "x").exists()
     cut = run("generate", str(tmp_path / "run"), "--prompt-file", str(tmp_path / "bb.txt"), "--keep", "-2")
     assert (cut.returncode, cut.stderr) == (2, "perceiver-ar: --keep must be at least 1, but is -2.\n")
 

@@ -73,3 +73,5 @@ def reproduce(
             continue
         results = studies.run(study, bench, cell, lambda line: print(line, file=sys.stderr, flush=True), jobs)
         print(table([studies.Row(**row) for row in results["rows"]]))
+        means = " The figures mean nothing: smoke shows that the command works." if scale == "smoke" else ""
+        print(f"Written to {folder}.{means}", file=sys.stderr)

@@ -11,6 +11,9 @@ import tyro
 from perceiver_ar.cli.arguments import Device, Json
 from perceiver_ar.config import Experiment
 
+FIRST = ("tiny", "small")
+"""Presets to begin with: for a laptop, and for a GPU."""
+
 
 def show_presets(as_json: Json = False) -> None:
     """List the paper's experiments and their sizes."""
@@ -21,7 +24,7 @@ def show_presets(as_json: Json = False) -> None:
     from perceiver_ar.architectures import parameter_count
 
     rows: dict[str, dict[str, Any]] = {}
-    for name in presets.names():
+    for name in sorted(presets.names(), key=lambda name: name not in FIRST):
         experiment = presets.get(name)
         sizes = {key: getattr(experiment.model, key) for key in ("context", "latents", "layers", "channels")}
         rows[name] = {"task": experiment.task, **sizes, "parameters": parameter_count(experiment.model)}
