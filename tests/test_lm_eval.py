@@ -21,6 +21,7 @@ pytest.importorskip("lm_eval")
 import lm_eval
 from lm_eval.tasks import TaskManager
 
+from perceiver_ar.interop import announce
 from perceiver_ar.interop.lm_eval import PerceiverARLM
 from tests.forked import run as command_line
 
@@ -207,7 +208,7 @@ def test_a_run_on_something_else_is_refused(tmp_path: Path) -> None:
 def test_the_command_line_runs_a_local_task(tmp_path: Path) -> None:
     run, _ = make_run(tmp_path)
     write_task(tmp_path, "loglikelihood_rolling", **ROLLING)
-    command = [sys.executable, "-m", "perceiver_ar.interop.lm_eval", "--model", "perceiver-ar"]
+    command = [str(Path(sys.executable).with_name("lm_eval")), "--model", "perceiver-ar"]
     tasks = ["--tasks", "local", "--include_path", str(tmp_path / "tasks")]
     model_args = ["--model_args", f"path={run},stride=4", "--device", "cpu"]
     offline = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
@@ -226,3 +227,11 @@ def test_the_command_line_runs_a_local_task(tmp_path: Path) -> None:
     ours = json.loads(command_line("evaluate", str(run), "--stride", "4", "--device", "cpu", "--json").stdout)
     assert theirs["word_perplexity,none"] == pytest.approx(ours["word_perplexity"], rel=1e-4)
     assert theirs["byte_perplexity,none"] == pytest.approx(2 ** ours["bits_per_byte"], rel=1e-4)
+
+
+def test_nothing_but_lm_eval_is_touched_when_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys, torch; print([name for name in sys.modules if name.startswith('lm_eval')])"
+    plain = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert plain.stdout.strip() == "[]"
+    monkeypatch.setitem(sys.modules, "lm_eval.api.registry", SimpleNamespace())  # as in older releases
+    announce()

@@ -1,12 +1,5 @@
-"""Text models in EleutherAI's lm-evaluation-harness, where they go by the name of perceiver-ar.
+"""Text models in lm-evaluation-harness: lm_eval --model perceiver-ar --model_args path=RUN --tasks TASK."""
 
-    python -m perceiver_ar.interop.lm_eval --model perceiver-ar --model_args path=RUN --tasks TASK
-
-takes what the command lm_eval takes, and knows this model. lm_eval itself, as of 0.4.13, does not look
-for models in other packages; once it does, it finds this one by the entry point in pyproject.toml.
-"""
-
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +11,7 @@ from perceiver_ar.device import pick_device
 from perceiver_ar.evaluation import score
 from perceiver_ar.extras import need
 from perceiver_ar.generation import stream
+from perceiver_ar.interop import announce
 from perceiver_ar.run import load
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, PAD, Document
 from perceiver_ar.tasks.text import TextTask
@@ -163,13 +157,5 @@ class PerceiverARLM(TemplateLM):
 
 
 if TemplateLM is not object:
-    need("lm_eval.models", "lm-eval")  # lm-eval adds its own only while there are none
-    need("lm_eval.api.registry", "lm-eval").register_model("perceiver-ar")(PerceiverARLM)
-
-
-if __name__ == "__main__":
-    try:
-        need("lm_eval.__main__", "lm-eval").cli_evaluate()
-    except ValueError as error:
-        print(f"perceiver-ar: {error}", file=sys.stderr)
-        sys.exit(2)
+    need("lm_eval.api.registry", "lm-eval")
+    announce()
