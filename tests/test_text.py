@@ -36,7 +36,7 @@ PROSE = [
 ] * 60
 
 
-def pieces(kind: Any = "unigram", size: int = 315) -> Pieces:
+def pieces(kind: Any = "unigram", size: int = 310) -> Pieces:
     return Pieces.train(iter(PROSE), kind, size)
 
 
@@ -425,7 +425,7 @@ def test_a_store_of_a_tokenizer_that_was_made_before_can_be_mixed_with_its_first
     tmp_path: Path, kind: Any
 ) -> None:
     source = write(tmp_path / "a", x_txt="\n".join(PROSE)) / "x.txt"
-    size = {"vocab_size": 315 if kind != "words" else 20}
+    size = {"vocab_size": 310 if kind != "words" else 20}
     first = make(source, tmp_path / "s", tokenizer=kind, **size)
     again = make(source, tmp_path / "t", tokenizer_file=tmp_path / "s" / vocabulary.FILES[kind])
     assert again.meta == first.meta
@@ -461,7 +461,7 @@ def test_long_lines_give_pieces_too(tmp_path: Path) -> None:
     words = ("".join(rng.choices("abcdefgh", k=rng.randint(1, 9))) for _ in range(30_000))
     source = write(tmp_path / "a", x_txt=" ".join(words)) / "x.txt"
     assert source.stat().st_size > 1 << 17
-    store = make(source, tmp_path / "s", tokenizer="unigram", vocab_size=315, validation=0)
+    store = make(source, tmp_path / "s", tokenizer="unigram", vocab_size=310, validation=0)
     assert texts(store, "train") == [source.read_bytes()]
 
 
@@ -529,7 +529,7 @@ def trained(data: Path, out: Path, model: ModelConfig = SMALL, **settings: Any) 
 @pytest.mark.parametrize("kind", ["bytes", "unigram", "words"])
 def test_reports_are_a_byte_and_a_word(tmp_path: Path, kind: Any) -> None:
     source = write(tmp_path / "a", **{f"f{n}_txt": line for n, line in enumerate(PROSE)})
-    size = {} if kind == "bytes" else {"vocab_size": 315 if kind == "unigram" else 60}
+    size = {} if kind == "bytes" else {"vocab_size": 310 if kind == "unigram" else 60}
     store = make(source, tmp_path / "s", tokenizer=kind, validation=0.1, **size)
     run_folder = trained(tmp_path / "s", tmp_path / "run")
     (tmp_path / "run/model").rename(tmp_path / "alone")  # with its vocabulary
@@ -590,7 +590,7 @@ def test_the_papers_presets_train_on_what_was_prepared(tmp_path: Path, name: str
     preset = presets.get(name)
     kind = preset.options["tokenizer"]
     make(
-        source, tmp_path / "s", tokenizer=kind, vocab_size=315 if kind == "unigram" else None, validation=0.2
+        source, tmp_path / "s", tokenizer=kind, vocab_size=310 if kind == "unigram" else None, validation=0.2
     )
     shrunk: dict[str, Any] = {"channels": 64, "heads": 2, "layers": 1, "context": 64, "latents": 16}
     wide = {"input_channels": 128, "cross_heads": 4} if preset.model.input_channels else {"cross_heads": 2}
@@ -608,7 +608,7 @@ def test_the_papers_presets_train_on_what_was_prepared(tmp_path: Path, name: str
 
 def test_a_damaged_vocabulary_is_noticed(tmp_path: Path) -> None:
     source = write(tmp_path / "a", x_txt="\n".join(PROSE))
-    make(source, tmp_path / "s", tokenizer="unigram", vocab_size=315)
+    make(source, tmp_path / "s", tokenizer="unigram", vocab_size=310)
     path = tmp_path / "s/pieces.model"
     data = bytearray(path.read_bytes())
     data[100] ^= 1
