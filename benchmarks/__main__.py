@@ -14,6 +14,7 @@ from benchmarks.sizes import SIZES
 from perceiver_ar import PerceiverAR
 from perceiver_ar.architectures import compile_blocks
 from perceiver_ar.device import best_dtype, pick_device
+from perceiver_ar.quantized import quantize
 from perceiver_ar.strict import unknown
 
 KINDS = ("train", "attention", "generate", "evaluate", "load")
@@ -32,6 +33,7 @@ def main(
     prompt: tuple[int, ...] = (),
     tokens: int | None = None,
     mode: generation.Mode = "cached",
+    int8: bool = False,
 ) -> None:
     """Times the library: one JSON line a figure, and a table at the end.
 
@@ -51,6 +53,7 @@ def main(
         prompt: generate: tokens of the prompt, the same. Default: half the context.
         tokens: generate: how many to draw. Default: through four refreshes, or 24 without a cache.
         mode: generate: with a cache, or all latents of every step computed anew (the paper's "no caching").
+        int8: generate: with the blocks' weights in eight bits.
     """
     kinds, sizes = choose(names)
     asked = {"repeats": (repeats,), "batch": batch, "prompt": prompt, "tokens": (tokens,)}
@@ -66,7 +69,14 @@ def main(
         "profiled": profile,
         "fp8": fp8,
     }
-    drawn = {"rows": batch, "prompts": prompt, "tokens": tokens, "mode": mode, "compiled": compile}
+    drawn = {
+        "rows": batch,
+        "prompts": prompt,
+        "int8": int8,
+        "tokens": tokens,
+        "mode": mode,
+        "compiled": compile,
+    }
     figures = []
     try:
         for kind in kinds:
@@ -114,16 +124,24 @@ def run(
 
 
 def draw(
-    name: str, device: torch.device, rows: tuple[int, ...], prompts: tuple[int, ...], **settings: Any
+    name: str,
+    device: torch.device,
+    rows: tuple[int, ...],
+    prompts: tuple[int, ...],
+    int8: bool,
+    **settings: Any,
 ) -> Iterator[Figure]:
     """Generation at several batch sizes, after several prompts, by one model."""
     config = SIZES[name].model
     with device:
         model = PerceiverAR(config).to(best_dtype(device)).eval()
+    if int8:
+        quantize(model)
     if settings["compiled"] and settings["mode"] == "no-caching":
         compile_blocks(model)
     for count, given in itertools.product(rows, prompts or (config.context // 2,)):
-        yield from generation.time_generation(name, model, count, given, **settings)
+        case = f"{name}, int8" if int8 else name
+        yield from generation.time_generation(case, model, count, given, **settings)
 
 
 if __name__ == "__main__":

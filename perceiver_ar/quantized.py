@@ -9,6 +9,9 @@ from perceiver_ar.decoder import Decoder
 from perceiver_ar.layers import Linear
 from perceiver_ar.model import Block
 
+_FEW = 16
+"""Rows up to which a CPU is faster if weights are not turned back into floats before the product."""
+
 
 class Int8Linear(nn.Module):
     """A linear map whose weights are whole numbers from -127 to 127, times one scale for each output."""
@@ -27,8 +30,20 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Such whole numbers are exact in bf16, so nothing is lost before the scale.
-        y = F.linear(x, self.weight.to(x.dtype)) * self.scale
+        y = self._of_few(x) if self._is_few(x) else F.linear(x, self.weight.to(x.dtype))
+        y = y * self.scale
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def _is_few(self, x: Tensor) -> bool:
+        """Whether the product below can be taken, which crashes at odd widths, and is worth it."""
+        few = x.numel() <= _FEW * self.in_features and self.in_features % 32 == 0
+        return few and x.device.type == "cpu" and x.dtype != torch.float64
+
+    def _of_few(self, x: Tensor) -> Tensor:
+        """By torch's own product of bf16 and eight bits: a quarter of the bytes are read."""
+        ones = torch.ones(self.out_features, dtype=torch.bfloat16)  # the scale would lose digits there
+        y = torch._weight_int8pack_mm(x.flatten(0, -2).bfloat16(), self.weight, ones)
+        return y.view(*x.shape[:-1], -1)
 
 
 def quantize(model: Decoder) -> Decoder:

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 import benchmarks.fp8 as fp8_module  # noqa: E402
 from benchmarks import evaluation, generation, kernels, loading, measure, sizes, training  # noqa: E402
+from benchmarks.__main__ import draw  # noqa: E402
 
 CPU = torch.device("cpu")
 SMALL = sizes.Size(ModelConfig(259, 64, 16, channels=16, heads=2, layers=1), batch=2)
@@ -128,6 +129,14 @@ def test_generation_is_timed() -> None:
     drawn = [[("ms/token", n), ("tokens/s", n)] for n in (4, 0, 0)]
     share = ("% of the time", None)
     assert found == [*drawn[0], share, *drawn[1], share, *drawn[2]]
+
+
+def test_generation_in_eight_bits_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sizes.SIZES, "small", SMALL)
+    figures = list(draw("small", CPU, (1,), (20,), int8=True, tokens=6, mode="cached", compiled=False))
+    for figure in figures:
+        check(figure)
+    assert {figure.case for figure in figures} == {"small, int8", "small, int8, refreshes"}
 
 
 def test_evaluation_and_loading_are_timed() -> None:

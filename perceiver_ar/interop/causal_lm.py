@@ -178,7 +178,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
             following = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
             targets = following[:, -logits.shape[1] :].contiguous()
             loss = self.loss_function(logits, labels, self.config.vocab_size, shift_labels=targets)
-        output = CausalLMOutputWithPast(loss, logits[:, -logits_to_keep:], past_key_values)  # ty: ignore
+        output = CausalLMOutputWithPast(loss, logits[:, -logits_to_keep:], past_key_values)
         wanted = self.config.return_dict if return_dict is None else return_dict
         return output if wanted else output.to_tuple()
 
