@@ -33,6 +33,8 @@ class Codec:
     """Levels that there are; fewer sound coarser."""
     usual: int
     """Levels that are a good choice."""
+    device: str = "cpu"
+    """What it runs on."""
 
     def encode(self, sound: Sound, levels: int) -> Codes:
         """The last frame is filled with silence."""
@@ -119,7 +121,8 @@ class Neural(Codec):
         config = model.config
         if getattr(config, "audio_channels", 1) != 1:
             raise ValueError(f"{name} is a codec of several channels; only those of one can be used.")
-        self.model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = model.eval().to(self.device)
         self.rate, self.codes = config.sampling_rate, config.codebook_size
         exact = getattr(config, "hop_length", None)  # DAC's frame rate is rounded up
         self.hop = exact or round(self.rate / config.frame_rate)

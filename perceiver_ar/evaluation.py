@@ -105,7 +105,8 @@ def evaluate(
     Several ranks share the windows, and all report on all of them; progress is called in step.
     """
     ranks, totals = ranks or Ranks(), Totals()
-    wanted = sum(document.stop - document.first for document in documents)
+    known = isinstance(documents, Documents)
+    wanted = documents.targets if known else sum(document.stop - document.first for document in documents)
     for nats, right, parts in score(model, task, documents, latents, stride, batch_size, context, ranks):
         if parts:
             totals.add(nats, right, [part.places for part in parts])
@@ -295,6 +296,11 @@ class Documents(Sequence[Document]):
     def __init__(self, splits: Sequence[Split]) -> None:
         self.splits = splits
         self.counts = sum((Counter(split.meta.get("counts", {})) for split in splits), Counter())
+
+    @property
+    def targets(self) -> int:
+        """How many tokens are scored, without reading them."""
+        return sum(int((split.lengths() - 1).clip(min=0).sum()) for split in self.splits)
 
     def __len__(self) -> int:
         return sum(map(len, self.splits))

@@ -56,7 +56,8 @@ def fit(trained: AnyModelConfig, wanted: AnyModelConfig, name: str) -> AnyModelC
         raise ValueError(
             f"{name} learned {trained.latents} queries, so it cannot have {wanted.latents} latents."
         )
-    if isinstance(trained, TransformerXLConfig) or isinstance(wanted, TransformerXLConfig):
+    either = isinstance(trained, TransformerXLConfig) or isinstance(wanted, TransformerXLConfig)
+    if either or wanted.max_wavelength is not None:
         return wanted
     rotary = trained.positions == "rotary"
     longest = trained.max_wavelength or (float(trained.context) if rotary else None)

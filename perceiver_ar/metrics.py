@@ -3,7 +3,7 @@
 import importlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +26,7 @@ class Metrics:
         show = show and leads
         self.leads, self.show = leads, show
         self.console = Console(stderr=True, markup=False, emoji=False)  # samples are shown as they are
-        self.write_elsewhere = _logger(config.logger if leads else "none", folder)
+        self.write_elsewhere, self.close_elsewhere = _logger(config.logger if leads else "none", folder)
         self.progress = Progress(
             TextColumn("step {task.completed:,} of {task.total:,}"),
             BarColumn(bar_width=20),
@@ -47,6 +47,7 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.progress.stop()
+        self.close_elsewhere()
 
     def advance(self, done: int) -> None:
         self.progress.update(self.task, completed=done)
@@ -110,16 +111,18 @@ def import_logger(name: str) -> Any:
         raise ValueError(f"the logger {name} is not installed: pip install {name}") from None
 
 
-def _logger(name: str, folder: Path) -> Any:
-    """A function that takes the numbers of a step."""
+def _logger(name: str, folder: Path) -> tuple[Callable[[dict[str, Any]], Any], Callable[[], Any]]:
+    """A function that takes the numbers of a step, and one that is called at the end."""
     module = import_logger(name)
     if module is None:
-        return lambda numbers: None
+        return lambda numbers: None, lambda: None
     if name == "tensorboard":
         writer = module.SummaryWriter(str(folder / "tensorboard"))
-        return lambda numbers: [writer.add_scalar(k, v, numbers["step"]) for k, v in _scalars(numbers)]
+        return lambda numbers: [
+            writer.add_scalar(key, value, numbers["step"]) for key, value in _scalars(numbers)
+        ], writer.close
     module.init(project="perceiver-ar", name=folder.name)
-    return lambda numbers: module.log(dict(_scalars(numbers)), step=numbers["step"])
+    return lambda numbers: module.log(dict(_scalars(numbers)), step=numbers["step"]), module.finish
 
 
 def _scalars(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -53,7 +53,9 @@ def sample(
     if sampling.temperature == 0:
         return logits.argmax(-1)
     bounds = logits.softmax(-1).cumsum(-1)  # (B, V)
-    return (bounds <= chance.to(bounds)[:, None] * bounds[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
+    whole = bounds[:, -1:]
+    # Where a number is rounded up to the whole, the last token that is possible is drawn.
+    return ((bounds <= chance.to(bounds)[:, None] * whole) & (bounds < whole)).sum(-1)
 
 
 def adjust(logits: Tensor, sampling: Sampling, allowed: Tensor | None, seen: Tensor | None) -> Tensor:

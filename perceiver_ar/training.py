@@ -190,28 +190,8 @@ def after_step(job: Job, run: State, feed: Feed, numbers: dict[str, float]) -> N
 
 
 def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
-    """One optimizer step, in as large pieces as memory holds."""
-    config = job.config
-    while True:
-        try:
-            sums = accumulate(job, run, batch)
-            break
-        except RuntimeError as error:
-            if not memory_is_full(error):
-                raise
-            run.optimizer.zero_grad()
-            if job.ranks.size > 1:
-                raise ValueError(
-                    f"{run.micro} sequences at once do not fit into memory: lower --train.micro-batch-size."
-                ) from None
-            if run.micro == 1:
-                raise ValueError(
-                    "one sequence does not fit into memory: set --model.checkpoint-activations, "
-                    "or lower the latents, the context or the channels."
-                ) from None
-            run.micro = (run.micro + 1) // 2
-            torch.cuda.empty_cache()
-            job.metrics.say(f"Out of memory: going on with micro-batches of {run.micro}.")
+    """One optimizer step."""
+    config, sums = job.config, gradients(job, run, batch)
     norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip_norm))
     scored = int((batch.targets >= 0).sum())
     asked = torch.full((), float(job.asked()), device=job.device)
@@ -235,6 +215,30 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
     if run.average:
         update_average(run.average, run.model.parameters(), config.ema, run.step)
     return {**numbers, "lr": rate, "scored": scored, "asked": stop}
+
+
+def gradients(job: Job, run: State, batch: Batch) -> list[Tensor]:
+    """The same as accumulate, in as large pieces as memory holds."""
+    while True:
+        try:
+            return accumulate(job, run, batch)
+        except RuntimeError as error:
+            if not memory_is_full(error):
+                raise
+        # Here, and not above, since the error holds on to what the failed pass had computed.
+        run.optimizer.zero_grad()
+        if job.ranks.size > 1:
+            raise ValueError(
+                f"{run.micro} sequences at once do not fit into memory: lower --train.micro-batch-size."
+            )
+        if run.micro == 1:
+            raise ValueError(
+                "one sequence does not fit into memory: set --model.checkpoint-activations, "
+                "or lower the latents, the context or the channels."
+            )
+        run.micro = (run.micro + 1) // 2
+        torch.cuda.empty_cache()
+        job.metrics.say(f"Out of memory: going on with micro-batches of {run.micro}.")
 
 
 def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:

@@ -29,10 +29,10 @@ class Lost(Exception):
 class _Worker:
     """A process that does one item at a time."""
 
-    def __init__(self, work: Callable[[Any], Any]) -> None:
+    def __init__(self, work: Callable[[Any], Any], threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, work), daemon=True)
+        self.process = context.Process(target=_serve, args=(other, work, threads), daemon=True)
         with _without_main(work):
             self.process.start()
         other.close()
@@ -69,8 +69,10 @@ def _without_main(work: Callable[..., Any]) -> Generator[None]:
         sys.modules["__main__"] = main
 
 
-def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
+def _serve(pipe: Connection, work: Callable[[Any], Any], threads: int) -> None:
     """Ends with the parent, even in the middle of an item; whose Ctrl-C is not its own."""
+    if "torch" in sys.modules:  # which would take all cores in each process
+        sys.modules["torch"].set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow, daemon=True).start()
     with suppress(EOFError, OSError):
@@ -95,11 +97,11 @@ def each(
     """Does all items in processes, in any order; none may take longer than so many seconds."""
     if workers < 1:
         raise ValueError(f"there must be at least 1 process, not {workers}: set --workers.")
-    waiting = iter(items)
+    waiting, threads = iter(items), max(1, (os.cpu_count() or 1) // workers)
     crew: list[_Worker] = []
     try:
         for _, item in zip(range(workers), waiting, strict=False):  # in this order no item is lost
-            crew.append(_Worker(work))
+            crew.append(_Worker(work, threads))
             crew[-1].give(item, seconds)
         while crew:
             soonest = min(worker.deadline for worker in crew) - time.monotonic()
@@ -111,7 +113,7 @@ def each(
                 more = list(islice(waiting, 1))
                 if isinstance(done.error, Lost) or not more:
                     worker.stop()
-                    worker = _Worker(work) if more else worker
+                    worker = _Worker(work, threads) if more else worker
                 for item in more:
                     worker.give(item, seconds)
                     crew.append(worker)

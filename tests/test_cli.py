@@ -68,6 +68,13 @@ def test_mistakes_end_with_status_2_and_no_traceback() -> None:
         assert result.stdout == ""
 
 
+def test_a_mistake_shows_where_it_was_noticed_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERCEIVER_AR_TRACEBACK", "1")
+    result = run("evaluate", "nowhere")
+    assert "Traceback" in result.stderr
+    assert result.returncode == 1
+
+
 SMALL = (
     "--model.channels", "16", "--model.heads", "2", "--train.steps", "4", "--train.batch-size", "4",
     "--train.checkpoint-every", "2", "--device", "cpu",

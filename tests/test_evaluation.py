@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from perceiver_ar import ModelConfig, PerceiverAR, evaluate, evaluation
 from perceiver_ar.baselines import TransformerXL
 from perceiver_ar.config import TransformerXLConfig
 from perceiver_ar.data import collate
-from perceiver_ar.evaluation import score, windows
+from perceiver_ar.evaluation import Documents, score, windows
+from perceiver_ar.store import write_store
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.tokens import TokensTask
@@ -100,6 +102,19 @@ def test_strided_totals_equal_a_slow_loop_for_every_stride(latents: int) -> None
         assert report["tokens"] == count == 88
         assert report["nats"] == pytest.approx(total / count, abs=1e-5)
         assert report["bits"] == pytest.approx(total / count / math.log(2), abs=1e-5)
+
+
+def test_documents_of_a_store_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [np.arange(length) % V for length in (9, 2, 20)]
+    split = write_store(tmp_path / "store", {"validation": tokens}, V, "tokens").split("validation")
+    reads: list[int] = []
+    read = split.read
+    monkeypatch.setattr(split, "read", lambda index: (reads.append(index), read(index))[1])
+    told: list[tuple[int, int]] = []
+    report = evaluate(make(), TokensTask(), Documents([split]), progress=lambda *now: told.append(now))
+    assert reads == [0, 1, 2]
+    assert report["tokens"] == 28
+    assert told[-1] == (28, 28)
 
 
 def test_positions_of_a_task_go_on_through_the_document() -> None:

@@ -332,10 +332,11 @@ def test_a_model_draws_what_its_probabilities_say() -> None:
     assert chi_square(*pooled) > 1e-3
 
 
-@pytest.mark.parametrize("seed", [0.0, 0.5, 1 - 2**-53])
-def test_no_chance_draws_what_cannot_come(seed: float) -> None:
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1 - 2**-53, 1.0])
+def test_no_chance_draws_what_cannot_come(chance: float) -> None:
+    """Nor 1, which the largest chance is rounded to in float32."""
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]])
-    assert int(sample(logits, torch.tensor([seed], dtype=torch.float64), Sampling())) in (1, 3)
+    assert int(sample(logits, torch.tensor([chance], dtype=torch.float64), Sampling())) in (1, 3)
 
 
 def test_rows_stop_at_a_stop_token_and_go_on_with_padding() -> None:

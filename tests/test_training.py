@@ -629,14 +629,17 @@ def test_the_best_model_is_kept_and_patience_ends(tmp_path: Path, monkeypatch: p
 
 
 def test_metrics_go_to_another_logger_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """trackio, wandb: a module with init and log."""
+    """trackio, wandb: a module with init, log and finish."""
     logged: list[dict[str, float]] = []
     module = types.ModuleType("trackio")
     module.init = lambda **about: logged.append(about)
     module.log = lambda numbers, step: logged.append(numbers | {"step": step})
+    module.finish = lambda: logged.append({})
     monkeypatch.setitem(sys.modules, "trackio", module)
     train(small(logger="trackio", evaluate_every=6), out=tmp_path / "run", show=False)
     assert logged[0] == {"project": "perceiver-ar", "name": "run"}
+    assert logged.pop() == {}
+    assert {} not in logged
     steps = [numbers for numbers in logged if "loss" in numbers]
     assert [numbers["loss"] for numbers in steps] == losses(tmp_path / "run")
     assert [numbers["step"] for numbers in steps] == list(range(1, 13))
@@ -918,6 +921,7 @@ def test_a_longer_context_keeps_the_trained_wavelengths() -> None:
 
     trained = ModelConfig(259, 16, 8, channels=16, heads=2, layers=1)
     assert fit(trained, replace(trained, context=64), "x").max_wavelength == 16
+    assert fit(trained, replace(trained, context=64, max_wavelength=50.0), "x").max_wavelength == 50
     learned = replace(trained, positions="learned")
     with pytest.raises(ValueError, match="learned 16 positions"):
         fit(learned, replace(learned, context=64), "x")

@@ -224,6 +224,7 @@ def test_what_cannot_be_done_is_said() -> None:
         ("must have the shape", lambda: wrapped(tokens, attention_mask=ones[:, :9])),
         ("no inputs_embeds", lambda: wrapped(inputs_embeds=torch.zeros(1, 2, 32))),
         ("must be a PerceiverARCache", lambda: wrapped(tokens, past_key_values=transformers.DynamicCache())),
+        ("give labels with all", lambda: wrapped(tokens, labels=tokens, past_key_values=cache)),
         ("cannot be padded", lambda: wrapped(tokens, attention_mask=0 * ones, past_key_values=cache)),
         ("leave prefill_chunk_size out", lambda: wrapped.generate(tokens, prefill_chunk_size=8)),
         ("format version 9", lambda: PerceiverARConfig(format_version=9)),

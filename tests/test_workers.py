@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from perceiver_ar.workers import Lost, each
 
 
@@ -33,6 +35,16 @@ def test_what_crashes_hangs_or_fails_is_told_and_the_rest_is_done() -> None:
             assert (value, error) == (item * item, None)
     assert "crashed" in str(done[3][1])
     assert "too long" in str(done[5][1])
+
+
+def threads(item: int) -> int:
+    return torch.get_num_threads()
+
+
+def test_processes_share_the_cores() -> None:
+    cores = os.cpu_count() or 1
+    for workers in (1, cores):
+        assert [value for _, value, _ in each(threads, [0], workers)] == [max(1, cores // workers)]
 
 
 def test_no_items_need_no_processes() -> None:

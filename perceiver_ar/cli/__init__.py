@@ -54,6 +54,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
         sys.exit(141)
     except (ValueError, OSError) as error:
+        if os.environ.get("PERCEIVER_AR_TRACEBACK"):
+            raise
         end(str(error), 2)
     except RuntimeError as error:
         if not is_lost(error):

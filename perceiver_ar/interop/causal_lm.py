@@ -165,6 +165,8 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None and use_cache and labels is None and not self.training:
             past_key_values = PerceiverARCache(self.config.context)
         loss = None
+        if past_key_values is not None and labels is not None:
+            raise ValueError("with past_key_values there is no loss: give labels with all of the inputs.")
         if past_key_values is not None:
             if not isinstance(past_key_values, PerceiverARCache):
                 raise ValueError(

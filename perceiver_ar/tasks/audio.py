@@ -182,7 +182,7 @@ def prepare(
             it is.
         validation: Share of the recordings that is kept for validation.
         test: The same for the test.
-        workers: Processes. Default: as many as there are cores.
+        workers: Processes. Default: as many as there are cores; one where a GPU does the work.
     """
     check_new(out)
     for module in ("soundfile", "soxr"):
@@ -197,7 +197,7 @@ def prepare(
     task = AudioTask(levels, voice.codes, voice.rate / voice.hop, codec, kept, mark, loudness)
     scratch = out.with_name(f".{out.name}.codes")
     work = partial(_keep, task, weights, scratch)
-    done = dict(readable(work, named, workers, LONGEST))
+    done = dict(readable(work, named, workers or (1 if voice.device == "cuda" else None), LONGEST))
     if not done:
         raise ValueError(f"{source} holds no recording that can be used.")
     store = write_store(
