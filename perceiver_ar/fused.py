@@ -1,10 +1,8 @@
 """One latent's way through a block in a few Triton kernels: the fast twin of caching.through.
 
 A step of generation reads all weights and the cache once, and computes little with them: its time is
-that of reading, and of waiting for the kernel before. So what lies between two products is computed on
-the way, only those keys are read that are there yet, and a kernel fetches what it can, and computes
-what it can with that, while the one before it still runs (programmatic dependent launch). That is
-safe for what has lain there since before the step: weights, and all keys and values but the newest.
+that of reading, and of waiting for the kernel before. What the kernels do about that stands with them,
+in fused_kernels.py; here they are given their blocks and launched.
 
 Letters: B batch, C channels, E input width, H heads, K head width, N keys, O outputs, I inputs of a
 linear map, S stretches of keys, or parts of a linear map's inputs.
@@ -14,15 +12,12 @@ import math
 
 import torch
 import triton  # ty: ignore[import-not-found]
-import triton.language as tl  # ty: ignore[import-not-found]
 from torch import Tensor, nn
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # ty: ignore[import-not-found]
 
+from perceiver_ar.fused_kernels import attend_kernel, linear_kernel, project_kernel, settle_kernel
 from perceiver_ar.model import Block, Turns
 from perceiver_ar.quantized import Int8Linear
 
-_NOTHING = tl.constexpr(-1e30)
-"""A score that no key has."""
 _PROGRAMS = 256
 """About as many as a GPU can run at once with two kernels on each of its processors."""
 
@@ -92,15 +87,13 @@ def _splits(rows: int, inputs: int, outputs: int, blocks: dict[str, int]) -> int
 def _stretches(keys: Tensor) -> tuple[int, dict[str, int]]:
     """Into how many stretches keys (B, H, N, K) are cut, and how they are read.
 
-    Few heads fetch their first keys before they wait (no stages). Many read ahead, each the less the
-    more there are.
+    Few heads fetch their first keys before they wait (no stages). Many read ahead.
     """
     heads, most = keys.shape[0] * keys.shape[1], keys.shape[2]
     if heads < _PROGRAMS:
         return min(16 if most > 4096 else 8, _PROGRAMS // heads), {"KEYS": 64, "STAGES": 0, "num_warps": 4}
     fit = 16384 // (keys.shape[3] * keys.element_size())
-    lanes = min(128, fit, triton.next_power_of_2(max(32, 128 * _PROGRAMS // heads)))
-    return 1, {"KEYS": lanes, "STAGES": 3, "num_warps": max(2, lanes // 32)}
+    return 1, {"KEYS": min(128, fit), "STAGES": 3, "num_warps": 4}
 
 
 def _grid(rows: int, outputs: int, blocks: dict[str, int], maps: int = 1) -> tuple[int, int, int]:
@@ -130,7 +123,7 @@ def _project(
     query = z.new_empty(rows, 1, width)
     own, other = turns[0] or (query, query)
     blocks = _blocks(z, max(z.shape[-1], source.shape[-1]), 3 * width)
-    _project_kernel[_grid(rows, width, blocks, maps=3)](
+    project_kernel[_grid(rows, width, blocks, maps=3)](
         z, source, *_vectors(norm, z), *_vectors(source_norm, source),
         *_weights(block.query), *_weights(block.key), *_weights(block.value), own, other,
         own.stride(0) if len(own) > 1 else 0, query, keys, values, place, *keys.stride()[:3], block.norm.eps,
@@ -150,7 +143,7 @@ def _attend(
     kind = query.dtype if stretches == 1 else torch.float32
     parts = query.new_empty(rows, heads, stretches, width, dtype=kind)
     scale = query.new_empty(rows, heads, stretches, dtype=torch.float32)
-    _attend_kernel[(rows * heads, stretches)](
+    attend_kernel[(rows * heads, stretches)](
         query, keys, values, place, place if visible is None else visible, parts, scale,
         *keys.stride()[:3], heads, stretches, 1 / math.sqrt(width),
         0 if visible is None else visible.stride(0), MASKED=visible is not None, WIDTH=width,
@@ -182,7 +175,7 @@ def _linear(
     if split:
         splits = _splits(rows, inputs, outputs, blocks)
         out = bias.new_empty(splits, rows, outputs, dtype=torch.float32)
-    _linear_kernel[_grid(rows, outputs, blocks, maps=splits)](
+    linear_kernel[_grid(rows, outputs, blocks, maps=splits)](
         x, bias if scale is None else scale, *_vectors(norm, bias), weight, of_weight, bias,
         bias if residual is None else residual, out, 0.0 if norm is None else norm.eps,
         B=rows, INPUTS=inputs, WIDTH=outputs, HEAD=head, SCALED=isinstance(linear, Int8Linear),
@@ -199,302 +192,9 @@ def _settle(
     rows, _, width = z.shape
     out, normal = z if parts is None else torch.empty_like(z), torch.empty_like(z)
     bias = z if linear is None else _weights(linear)[2]
-    _settle_kernel[(rows,)](
+    settle_kernel[(rows,)](
         z, z if parts is None else parts, bias, *_vectors(norm, z), out, normal,
         0.0 if norm is None else norm.eps, rows, width, SPLITS=0 if parts is None else len(parts),
         NORM=norm is not None, CHANNELS=triton.next_power_of_2(width), num_warps=4, **_early(z),
     )  # fmt: skip
     return out, normal
-
-
-@triton.jit
-def _read(
-    x, scale, i, INPUTS: tl.constexpr, HEAD: tl.constexpr, MERGED: tl.constexpr, STRETCHES: tl.constexpr
-):
-    """A single row's inputs, (1, IN): as they are, or what all stretches of the keys give together."""
-    there = i < INPUTS
-    if MERGED:
-        at = i // HEAD * STRETCHES
-        top = tl.load(scale + at, mask=there, other=0.0)
-        for s in tl.static_range(1, STRETCHES):
-            top = tl.maximum(top, tl.load(scale + at + s, mask=there, other=0.0))
-        total = tl.zeros_like(top)
-        read = tl.zeros_like(top)
-        for s in tl.static_range(STRETCHES):
-            weight = tl.exp(tl.load(scale + at + s, mask=there, other=0.0) - top)
-            total += weight
-            read += weight * tl.load(x + (at + s) * HEAD + i % HEAD, mask=there, other=0.0)
-        read = read / total
-    else:
-        read = tl.load(x + i, mask=there, other=0.0).to(tl.float32)
-    return read
-
-
-@triton.jit
-def _fetch(
-    gain, base, weight, of_weight, bias, o, INPUTS: tl.constexpr, WIDTH: tl.constexpr,
-    SCALED: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, IN: tl.constexpr,
-):  # fmt: skip
-    """What does not depend on the kernel before, and so can be read while that runs.
-
-    For a single row, these are its weights, too, (OUT, IN), and those of the layer norm before it.
-    """
-    known = o < WIDTH
-    shift = tl.load(bias + o, mask=known, other=0.0).to(tl.float32)
-    factor = tl.load(of_weight + o, mask=known, other=0.0) if SCALED else shift
-    w, gains, bases = shift, shift, shift
-    if ROWS == 1:
-        i = tl.arange(0, IN)[None, :]
-        w = tl.load(weight + o[:, None] * INPUTS + i, mask=known[:, None] & (i < INPUTS), other=0.0)
-        if NORM:
-            gains = tl.load(gain + i, mask=i < INPUTS, other=0.0).to(tl.float32)
-            bases = tl.load(base + i, mask=i < INPUTS, other=0.0).to(tl.float32)
-    return w, gains, bases, factor, shift
-
-
-@triton.jit
-def _product(
-    x, scale, weight, fetched, eps, row, o, begin, end,
-    B: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, SCALED: tl.constexpr,
-    NORM: tl.constexpr, MERGED: tl.constexpr, STRETCHES: tl.constexpr, SPLIT: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
-):  # fmt: skip
-    """(ROWS, OUT) of a linear map, perhaps behind a layer norm; of some of its inputs, if it is split."""
-    w, gains, bases, factor, shift = fetched
-    i = tl.arange(0, IN)[None, :]
-    known = (o < WIDTH)[:, None]
-    if ROWS == 1:
-        read = _read(x, scale, i, INPUTS, HEAD, MERGED, STRETCHES)
-        if NORM:
-            mean = tl.sum(read) / INPUTS
-            spread = tl.rsqrt(tl.sum(read * read) / INPUTS - mean * mean + eps)
-            read = (read - mean) * spread * gains + bases
-        one = tl.sum(w.to(tl.float32) * read, 1)
-        for start in range(IN, INPUTS, IN):
-            more = tl.load(
-                weight + o[:, None] * INPUTS + start + i, mask=known & (start + i < INPUTS), other=0.0
-            )
-            further = _read(x, scale, start + i, INPUTS, HEAD, MERGED, STRETCHES)
-            one += tl.sum(more.to(tl.float32) * further, 1)
-        total = one[None, :]
-    else:
-        total = tl.zeros((ROWS, OUT), tl.float32)
-        for start in range(begin, end, IN):
-            there = start + i < INPUTS
-            more = tl.load(weight + o[:, None] * INPUTS + start + i, mask=known & there, other=0.0)
-            further = tl.load(x + row * INPUTS + start + i, mask=(row < B) & there, other=0.0)
-            # Whole numbers of eight bits are exact in sixteen.
-            total = tl.dot(further.to(KIND), tl.trans(more.to(KIND)), total, input_precision="ieee")
-    if SCALED:
-        total = total * factor[None, :]
-    return total if SPLIT else total + shift[None, :]
-
-
-@triton.jit
-def _linear_kernel(
-    x, scale, gain, base, weight, of_weight, bias, residual, out, eps,
-    B: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, SCALED: tl.constexpr,
-    NORM: tl.constexpr, MERGED: tl.constexpr, SQUARED: tl.constexpr, ADDED: tl.constexpr,
-    SPLIT: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
-):  # fmt: skip
-    """A few outputs of a linear map, with what comes before and after it."""
-    if EARLY:
-        gdc_launch_dependents()
-    o = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
-    at, written = row * WIDTH + o[None, :], (row < B) & (o[None, :] < WIDTH)
-    fetched = _fetch(gain, base, weight, of_weight, bias, o, INPUTS, WIDTH, SCALED, NORM, ROWS, IN)
-    if EARLY:
-        gdc_wait()
-    if ADDED:
-        added = tl.load(residual + at, mask=written, other=0.0).to(tl.float32)
-    each = tl.cdiv(tl.cdiv(INPUTS, tl.num_programs(1)), IN) * IN
-    begin = tl.program_id(1) * each
-    total = _product(
-        x, scale, weight, fetched, eps, row, o, begin, tl.minimum(begin + each, INPUTS), B, INPUTS, WIDTH,
-        HEAD, SCALED, NORM, MERGED, STRETCHES, SPLIT, bias.dtype.element_ty, ROWS, OUT, IN,
-    )  # fmt: skip
-    if SQUARED:
-        total = tl.maximum(total, 0.0)
-        total = total * total
-    if ADDED:
-        total += added
-    if SPLIT:
-        at += tl.program_id(1) * B * WIDTH
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=written)
-
-
-@triton.jit
-def _settle_kernel(
-    z, parts, bias, gain, base, out, normal, eps, rows, width,
-    SPLITS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """One row: adds what parts of a product and its bias give, then a layer norm."""
-    if EARLY:
-        gdc_launch_dependents()
-    row, c = tl.program_id(0), tl.arange(0, CHANNELS)
-    there = c < width
-    if SPLITS:
-        shift = tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
-    if NORM:
-        gains = tl.load(gain + c, mask=there, other=0.0).to(tl.float32)
-        bases = tl.load(base + c, mask=there, other=0.0).to(tl.float32)
-    if EARLY:
-        gdc_wait()
-    kind: tl.constexpr = out.dtype.element_ty
-    x = tl.load(z + row * width + c, mask=there, other=0.0).to(tl.float32)
-    if SPLITS:
-        for s in tl.static_range(SPLITS):
-            shift += tl.load(parts + (s * rows + row) * width + c, mask=there, other=0.0)
-        x = (x + shift).to(kind)
-        tl.store(out + row * width + c, x, mask=there)
-        x = x.to(tl.float32)
-    if NORM:
-        mean = tl.sum(x) / width
-        spread = tl.rsqrt(tl.sum(x * x) / width - mean * mean + eps)
-        tl.store(normal + row * width + c, ((x - mean) * spread * gains + bases).to(kind), mask=there)
-
-
-@triton.jit
-def _project_kernel(
-    latents, source, latents_gain, latents_base, source_gain, source_base,
-    query_weight, of_query, query_bias, key_weight, of_key, key_bias, value_weight, of_value, value_bias,
-    own, other, turn_stride, query, keys, values, place, row_stride, head_stride, key_stride,
-    eps, B: tl.constexpr, C: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
-    SCALED: tl.constexpr, NORM: tl.constexpr, TURNED: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
-):  # fmt: skip
-    """A few channels of the query, the key or the value."""
-    if EARLY:
-        gdc_launch_dependents()
-    which = tl.program_id(1)
-    o = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    row, channel = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], o[None, :]
-    written = (row < B) & (channel < WIDTH)
-    kind: tl.constexpr = query.dtype.element_ty
-    to = row.to(tl.int64) * row_stride + channel // HEAD * head_stride + channel % HEAD
-    to += tl.load(place) * key_stride
-    turn = row * turn_stride + channel % HEAD
-    factors = (0.0, 0.0)
-    if TURNED:
-        factors = tl.load(own + turn, mask=written, other=0.0), tl.load(other + turn, mask=written, other=0.0)
-    if which == 0:
-        fetched = _fetch(
-            latents_gain, latents_base, query_weight, of_query, query_bias, o,
-            C, WIDTH, SCALED, NORM, ROWS, IN,
-        )  # fmt: skip
-        if EARLY:
-            gdc_wait()
-        y = _product(
-            latents, latents, query_weight, fetched, eps, row, o, 0, C,
-            B, C, WIDTH, 1, SCALED, NORM, False, 1, False, kind, ROWS, OUT, IN,
-        )  # fmt: skip
-        y = _turn(y, factors, TURNED, ROWS, OUT)
-        tl.store(query + row * WIDTH + channel, y.to(kind), mask=written)
-    elif which == 1:
-        fetched = _fetch(
-            source_gain, source_base, key_weight, of_key, key_bias, o,
-            E, WIDTH, SCALED, NORM, ROWS, IN,
-        )  # fmt: skip
-        if EARLY:
-            gdc_wait()
-        y = _product(
-            source, source, key_weight, fetched, eps, row, o, 0, E,
-            B, E, WIDTH, 1, SCALED, NORM, False, 1, False, kind, ROWS, OUT, IN,
-        )  # fmt: skip
-        y = _turn(y, factors, TURNED, ROWS, OUT)
-        tl.store(keys + to, y.to(kind), mask=written)
-    else:
-        fetched = _fetch(
-            source_gain, source_base, value_weight, of_value, value_bias, o,
-            E, WIDTH, SCALED, NORM, ROWS, IN,
-        )  # fmt: skip
-        if EARLY:
-            gdc_wait()
-        y = _product(
-            source, source, value_weight, fetched, eps, row, o, 0, E,
-            B, E, WIDTH, 1, SCALED, NORM, False, 1, False, kind, ROWS, OUT, IN,
-        )  # fmt: skip
-        tl.store(values + to, y.to(kind), mask=written)
-
-
-@triton.jit
-def _turn(y, factors, TURNED: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr):
-    """Rotary positions: each channel times one factor, plus the other of its pair times another."""
-    if TURNED:
-        a, b = tl.split(tl.reshape(y, (ROWS, OUT // 2, 2)))
-        y = y * factors[0] + tl.reshape(tl.join(b, a), (ROWS, OUT)) * factors[1]
-    return y
-
-
-@triton.jit
-def _take(top, total, out, q, k, v, key, end, shows, MASKED: tl.constexpr):
-    """Each lane's softmax with one more key and value."""
-    shown = key < end
-    if MASKED:
-        shown = shown & (tl.load(shows + key, mask=shown, other=0) != 0)
-    score = tl.where(shown, tl.sum(k.to(tl.float32) * q[None, :], 1), _NOTHING)
-    higher = tl.maximum(top, score)
-    weight, before = tl.where(shown, tl.exp(score - higher), 0.0), tl.exp(top - higher)
-    return higher, total * before + weight, out * before[:, None] + weight[:, None] * v.to(tl.float32)
-
-
-@triton.jit
-def _attend_kernel(
-    query, keys, values, place, visible, parts, scale,
-    row_stride, head_stride, key_stride, heads, stretches, factor, visible_stride,
-    MASKED: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One head of one row over a stretch of the keys, of which the newest was written by the kernel before.
-
-    Each of KEYS lanes has a softmax of its own, over every so many keys; they are merged at the end.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-    row, head, stretch = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
-    lane, channel = tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    newest = tl.load(place)
-    count = newest.to(tl.int32)
-    each = tl.cdiv(count, stretches)
-    begin = stretch * each
-    end = tl.minimum(begin + each, count)
-    keys += row.to(tl.int64) * row_stride + head * head_stride + channel
-    values += row.to(tl.int64) * row_stride + head * head_stride + channel
-    if not STAGES:
-        key = begin + lane
-        at = key[:, None].to(tl.int64) * key_stride
-        k = tl.load(keys[None, :] + at, mask=(key < end)[:, None], other=0.0)
-        v = tl.load(values[None, :] + at, mask=(key < end)[:, None], other=0.0)
-    if EARLY:
-        gdc_wait()
-    q = tl.load(query + tl.program_id(0) * WIDTH + channel).to(tl.float32) * factor
-    first = (lane == 0) & (stretch == 0)  # takes the newest
-    top = tl.where(first, tl.sum(q * tl.load(keys + newest * key_stride).to(tl.float32)), _NOTHING)
-    total = tl.where(first, 1.0, 0.0)
-    out = tl.where(first[:, None], tl.load(values + newest * key_stride).to(tl.float32)[None, :], 0.0)
-    shows = visible + row * visible_stride
-    if STAGES:
-        for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-            key = start + lane
-            at = key[:, None].to(tl.int64) * key_stride
-            k = tl.load(keys[None, :] + at, mask=(key < end)[:, None], other=0.0)
-            v = tl.load(values[None, :] + at, mask=(key < end)[:, None], other=0.0)
-            top, total, out = _take(top, total, out, q, k, v, key, end, shows, MASKED)
-    else:
-        for start in range(begin, end, KEYS):
-            later = start + KEYS + lane
-            at = later[:, None].to(tl.int64) * key_stride
-            next_k = tl.load(keys[None, :] + at, mask=(later < end)[:, None], other=0.0)
-            next_v = tl.load(values[None, :] + at, mask=(later < end)[:, None], other=0.0)
-            top, total, out = _take(top, total, out, q, k, v, start + lane, end, shows, MASKED)
-            k, v = next_k, next_v
-    highest = tl.max(top)
-    weight = tl.exp(top - highest)
-    whole = tl.sum(total * weight)
-    some = whole > 0
-    out = tl.sum(out * weight[:, None], 0) / tl.where(some, whole, 1.0)
-    log = tl.where(some, highest + tl.log(tl.where(some, whole, 1.0)), _NOTHING)
-    at = tl.program_id(0) * stretches + stretch
-    tl.store(parts + at * WIDTH + channel, out.to(parts.dtype.element_ty))
-    tl.store(scale + at, log)
