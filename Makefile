@@ -7,9 +7,9 @@ BIN := .venv/bin
 setup: .venv/ready
 
 # The constraints pin every package, so that an install can be repeated.
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt $(wildcard plugins/*/*.*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' ./plugins/lm_eval
 	touch $@
 
 # Learns to copy 32 tokens in reverse: a minute on two cores, busy ones too, since its threads sleep while they wait. Once done, it only evaluates and generates.

@@ -18,10 +18,11 @@ from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.text import prepare
 
 pytest.importorskip("lm_eval")
+pytest.importorskip("perceiver_ar_lm_eval")
 import lm_eval
+import perceiver_ar_lm_eval
 from lm_eval.tasks import TaskManager
 
-from perceiver_ar.interop import announce
 from perceiver_ar.interop.lm_eval import PerceiverARLM
 from tests.forked import run as command_line
 
@@ -233,5 +234,6 @@ def test_nothing_but_lm_eval_is_touched_when_torch_is_imported(monkeypatch: pyte
     code = "import sys, torch; print([name for name in sys.modules if name.startswith('lm_eval')])"
     plain = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert plain.stdout.strip() == "[]"
-    monkeypatch.setitem(sys.modules, "lm_eval.api.registry", SimpleNamespace())  # as in older releases
-    announce()
+    for held in ({}, {"model_registry": None}, {"model_registry": 1}):  # as in other releases
+        monkeypatch.setitem(sys.modules, "lm_eval.api.registry", SimpleNamespace(**held))
+        perceiver_ar_lm_eval.announce()

@@ -11,7 +11,6 @@ from perceiver_ar.device import pick_device
 from perceiver_ar.evaluation import score
 from perceiver_ar.extras import need
 from perceiver_ar.generation import stream
-from perceiver_ar.interop import announce
 from perceiver_ar.run import load
 from perceiver_ar.tasks.base import BOS, EOS, FIRST, PAD, Document
 from perceiver_ar.tasks.text import TextTask
@@ -157,5 +156,7 @@ class PerceiverARLM(TemplateLM):
 
 
 if TemplateLM is not object:
-    need("lm_eval.api.registry", "lm-eval")
-    announce()
+    need("lm_eval.models", "lm-eval")  # lm-eval adds its own only while there are none
+    registry = need("lm_eval.api.registry", "lm-eval").model_registry
+    if "perceiver-ar" not in registry:  # lm-eval itself may have looked for it by that name
+        registry.register("perceiver-ar", target=PerceiverARLM)
