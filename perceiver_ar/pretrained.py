@@ -115,8 +115,9 @@ def check_types(path: Path) -> None:
     """Refuses weights that are not all of one kind of floating-point numbers."""
     with safe_open(path, framework="pt") as file:
         kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    (most, _), *_ = Counter(kinds.values()).most_common(1) or [("F32", 0)]
-    wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind != most or kind not in _FLOATS]
+    floats = Counter(kind for kind in kinds.values() if kind in _FLOATS)
+    (most, _), *_ = floats.most_common(1) or [("F32", 0)]
+    wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind != most]
     if wrong:
         raise ValueError(f"{path} has weights of other types than {most}: {', '.join(sorted(wrong))}.")
 

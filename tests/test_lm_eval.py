@@ -202,8 +202,9 @@ def test_a_run_on_something_else_is_refused(tmp_path: Path) -> None:
     export(tmp_path / "run/model", model, replace(experiment, model=config), task, None)
     with pytest.raises(ValueError, match="must be a run on text, but its task is copy"):
         PerceiverARLM(str(tmp_path / "run"), device="cpu")
-    with pytest.raises(ValueError, match="batch_size must be a whole number, but is auto"):
-        PerceiverARLM(str(tmp_path / "run"), batch_size="auto")
+    for name in ("batch_size", "stride", "latents"):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number, but is auto"):
+            PerceiverARLM(str(tmp_path / "run"), **{name: "auto"})
 
 
 def test_the_command_line_runs_a_local_task(tmp_path: Path) -> None:

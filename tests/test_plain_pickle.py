@@ -359,6 +359,13 @@ def test_more_than_the_file_holds_is_not_believed(content: bytes) -> None:
         read(content)
 
 
+@pytest.mark.parametrize("tuples", [b"\x85" * 200_000, b"q\x00h\x00\x86" * 34], ids=["deep", "doubled"])
+def test_tuples_in_tuples_are_refused_at_once(tuples: bytes) -> None:
+    for content in (b")" + tuples + b")R", name("numpy", "dtype") + b")" + tuples + b"\x85R"):
+        with pytest.raises(ValueError, match="is refused"):
+            read(raw(content))
+
+
 def test_files_that_are_no_pickles_get_one_sentence() -> None:
     whole = pickle.dumps({"params": {"x": np.arange(100.0)}})
     for content, sentence in (

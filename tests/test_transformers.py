@@ -108,6 +108,12 @@ def test_a_prompt_beyond_the_context_is_cut_as_ours_is() -> None:
     assert found.equal(generate(model, prompt, 30, temperature=0))
 
 
+def test_a_prompt_beyond_learned_positions_is_refused_as_ours_is() -> None:
+    wrapped = PerceiverARForCausalLM.of(make(positions="learned"))
+    with pytest.raises(ValueError, match="a model with learned positions cannot go beyond its context"):
+        wrapped.generate(drawn(1, wrapped.config.context + 5), max_new_tokens=2)
+
+
 def test_a_cache_is_gone_on_with_by_hand() -> None:
     model, tokens = make(), drawn(2, 30)
     wrapped = PerceiverARForCausalLM.of(model)
@@ -468,6 +474,10 @@ def test_weights_that_do_not_fit_are_named(exported: Path, tmp_path: Path, damag
         PerceiverAR.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=name):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=name):
+        PerceiverARForCausalLM.from_pretrained(
+            pretrained_model_name_or_path=tmp_path.parent, subfolder=tmp_path.name
+        )
 
 
 def test_what_the_docs_show_runs(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

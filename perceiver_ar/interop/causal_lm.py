@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TheirCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from perceiver_ar.caching import Cache, prefill, step
+from perceiver_ar.caching import Cache, check_forgetting, prefill, step
 from perceiver_ar.config import FORMAT_VERSION, ModelConfig
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.pretrained import WEIGHTS, check_types
@@ -126,8 +126,9 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
             *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
         model, info = loaded
-        if args and Path(args[0], WEIGHTS).exists():
-            check_types(Path(args[0], WEIGHTS))
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path", "")
+        for path in Path(name, kwargs.get("subfolder", "")).glob(f"{Path(WEIGHTS).stem}*.safetensors"):
+            check_types(path)
         misshapen = set() if ignore_mismatched_sizes else {name for name, *_ in info["mismatched_keys"]}
         for wrong, names in (
             ("have other sizes than its config:", misshapen),
@@ -195,6 +196,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
             positions = model.place(tokens, positions, lengths)
             room = min(config.context, cache.most_inputs), config.latents
             if tokens.shape[1] > room[0]:  # as generation does
+                check_forgetting(model)
                 keep = config.context - config.latents // 2
                 tokens, positions = tokens[:, -keep:], positions[:, -keep:]
                 lengths = None if lengths is None else lengths.clamp(max=keep)

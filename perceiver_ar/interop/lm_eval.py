@@ -39,9 +39,11 @@ class PerceiverARLM(TemplateLM):
             )
         self.tools = need("lm_eval.models.utils", "lm-eval")
         super().__init__()
-        if not str(batch_size).isdecimal():
-            raise ValueError(f"batch_size must be a whole number, but is {batch_size}.")
-        self.batch_size, self.latents, self.stride = int(batch_size), latents, stride
+        for name, value in (("batch_size", batch_size), ("latents", latents), ("stride", stride)):
+            if value is not None and not str(value).isdecimal():
+                raise ValueError(f"{name} must be a whole number, but is {value}.")
+        self.batch_size = int(batch_size)
+        self.latents, self.stride = (value if value is None else int(value) for value in (latents, stride))
         unsaid = device == "cuda:0" and not torch.cuda.is_available()  # by default its command says this
         self._device = pick_device("auto" if unsaid else device)
         self.model, task, _ = load(str(path), str(self._device))

@@ -1,6 +1,7 @@
 """The authors' parameters (JAX, Haiku) as a PerceiverAR that gives the same logits."""
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,8 @@ def from_params(params: Mapping[str, ArrayLike], kwargs: Mapping[str, Any]) -> P
 def _config(kwargs: Mapping[str, Any]) -> ModelConfig:
     for name, possible in FIXED.items():
         if name in kwargs and kwargs[name] not in possible:
-            raise ValueError(f"{name}={kwargs[name]!r} is not supported: it must be {possible[0]!r}.")
+            asked = reprlib.repr(kwargs[name])
+            raise ValueError(f"{name}={asked} is not supported: it must be {possible[0]!r}.")
     known = {*FIXED, *DEFAULTS, *NEEDED, *WITHOUT_EFFECT, *QUERY_MLP}
     for name in kwargs:
         if name not in known:
@@ -224,7 +226,7 @@ def _config(kwargs: Mapping[str, Any]) -> ModelConfig:
         ("max_wavelength", int | float, "a number"),
     ):
         if not isinstance(k[name], kinds):
-            raise ValueError(f"{name} must be {what}, but is {k[name]!r}.")
+            raise ValueError(f"{name} must be {what}, but is {reprlib.repr(k[name])}.")
     rotary = k["position_encoding_type"] == "rotary"
     tables = not rotary and (k["position_encoding"] != "sinusoidal" or k["learnable_position_embeddings"])
     if not rotary and not tables and len(k["input_idx_size"]) > 1:
@@ -260,7 +262,8 @@ def _queries(k: Mapping[str, Any]) -> Queries:
         k.get("initial_query_embed_activation_name"),
     )
     if style != "mlp" or layers != 3 or activation != "gelu":
-        raise ValueError(f"query style {style!r} with {layers} layers of {activation!r} is not supported.")
+        told = (reprlib.repr(value) for value in (style, layers, activation))
+        raise ValueError("query style {} with {} layers of {} is not supported.".format(*told))
     return "mlp"
 
 

@@ -6,6 +6,7 @@ up in NAMES, whose functions are all in this file, and never imported.
 
 import math
 import mmap
+import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from pickletools import genops
@@ -182,8 +183,10 @@ def _is_optax(module: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """Short and without control characters, as it comes from a stranger."""
-    return repr(value[:100]) if isinstance(value, str | tuple) else type(value).__name__
+    """Short, not deep and without control characters, as it comes from a stranger."""
+    if isinstance(value, str):
+        return repr(value[:100])
+    return reprlib.repr(value) if isinstance(value, tuple) else type(value).__name__
 
 
 class _Stack:
