@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from perceiver_ar.attention import attend, masked
 from perceiver_ar.chance import branch, branches, drop, kept
 from perceiver_ar.config import TransformerConfig, TransformerXLConfig
-from perceiver_ar.decoder import Decoder, Engine, real
+from perceiver_ar.decoder import Decoder, Engine, Inputs
 from perceiver_ar.embedding import (
     AdaptiveEmbedding,
     InputEmbedding,
@@ -58,20 +58,12 @@ class Transformer(Decoder):
         self.norm = nn.LayerNorm(config.channels)
         self.output = Output(config.stack())
 
-    def _latents(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        count: int,
-        lengths: Tensor | None,
-        padded: bool,
-        seeds: Tensor | None = None,
-    ) -> Tensor:
-        visible = None if lengths is None else real(tokens, lengths)
-        z, turn = self.embedding(tokens, positions), self.self_turn(positions)
-        blocks = self._blocks(visible, tokens.shape[1], tokens.shape[1])
-        layers_seeds = branches(seeds, self.config.layers)
-        for block, block_seeds in zip(self.self_attends, layers_seeds, strict=True):
+    def _latents(self, given: Inputs, count: int) -> Tensor:
+        inputs, visible = given.tokens.shape[1], given.visible
+        z, turn = self.embedding(given.tokens, given.positions), self.self_turn(given.positions)
+        blocks = self._blocks(visible, inputs, inputs)
+        seeds = branches(given.seeds, self.config.layers)
+        for block, block_seeds in zip(self.self_attends, seeds, strict=True):
             z = self._run(block, z, None, (turn, turn), visible, False, blocks, None, block_seeds)
         return z[:, -count:]
 
@@ -185,17 +177,9 @@ class TransformerXL(Decoder):
         """States before a segment that it sees."""
         return self.config.memory if self.training else self.config.evaluation_memory
 
-    def _latents(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        count: int,
-        lengths: Tensor | None,
-        padded: bool,
-        seeds: Tensor | None = None,
-    ) -> Tensor:
+    def _latents(self, given: Inputs, count: int) -> Tensor:
         """Segments one after the other, each without a gradient to those before."""
-        visible = None if lengths is None else real(tokens, lengths)
+        tokens, visible, seeds = given.tokens, given.visible, given.seeds
         end, past = tokens.shape[1], None
         last, begin = end - count, max(0, end - count - self.reach)
         for number, stop in enumerate(reversed(range(last, begin, -self.config.segment)), 1):

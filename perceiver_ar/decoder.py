@@ -4,7 +4,7 @@ Letters: B batch, M inputs, N latents, C channels, V vocabulary, A position axes
 """
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,21 @@ Engine = Generator[Tensor, Tensor, None]
 """A model that tokens are drawn from: yields the logits (B, V) of the next, and is sent that token (B,)."""
 
 
+class Inputs(NamedTuple):
+    """What a call was given, once it is checked."""
+
+    tokens: Tensor  # (B, M)
+    positions: Tensor  # (B or 1, M, A)
+    lengths: Tensor | None = None  # (B,): how many are real, after padding on the left; None: all are
+    padded: bool = False  # whether padding may reach into the last N
+    seeds: Tensor | None = None  # (B,): by which each example's dropout is drawn; None: nothing is dropped
+
+    @property
+    def visible(self) -> Tensor | None:
+        """Which are not padding, (B, M); None: all."""
+        return None if self.lengths is None else real(self.tokens, self.lengths)
+
+
 class Decoder(Pretrained):
     """Embeds tokens, makes latents of the last N of them, and maps those to logits."""
 
@@ -27,16 +42,8 @@ class Decoder(Pretrained):
     norm: nn.LayerNorm
     output: Output | AdaptiveOutput
 
-    def _latents(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        count: int,
-        lengths: Tensor | None,
-        padded: bool,
-        seeds: Tensor | None = None,
-    ) -> Tensor:
-        """The latents, of which some may be padded, (B, N, C): what tells one model from another."""
+    def _latents(self, given: Inputs, count: int) -> Tensor:
+        """The latents of the last N inputs, padded ones too, (B, N, C): what tells one model from another."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -85,9 +92,8 @@ class Decoder(Pretrained):
         padded, tokens = _some_padded(tokens, lengths, count), tokens.long()
         lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=tokens.is_cuda)
         positions = self.place(tokens, positions, lengths)
-        seeds = self._seeds(tokens, seeds)
-        z = self.norm(self._latents(tokens, positions, count, lengths, padded, seeds))
-        return self.output(z, self.embedding.tokens, targets)
+        given = Inputs(tokens, positions, lengths, padded, self._seeds(tokens, seeds))
+        return self.output(self.norm(self._latents(given, count)), self.embedding.tokens, targets)
 
     def _seeds(self, tokens: Tensor, seeds: Tensor | None = None) -> Tensor | None:
         """Of what is dropped of each example, (B,): as given, or drawn; None where nothing is dropped."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from perceiver_ar.attention import Rotation, attend, attend_packed, rotate, unpack
 from perceiver_ar.chance import branch, branches, draws, drop, kept
 from perceiver_ar.config import ModelConfig
-from perceiver_ar.decoder import Decoder, real
+from perceiver_ar.decoder import Decoder, Inputs
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
 from perceiver_ar.flex import Blocks
 from perceiver_ar.layers import Linear, Vectors, look_up
@@ -179,18 +179,10 @@ class PerceiverAR(Decoder):
         self.norm = nn.LayerNorm(config.channels)
         self.output = (AdaptiveOutput if config.cutoffs else Output)(config)
 
-    def _latents(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        count: int,
-        lengths: Tensor | None,
-        padded: bool,
-        seeds: Tensor | None = None,
-    ) -> Tensor:
+    def _latents(self, given: Inputs, count: int) -> Tensor:
         """The latents, of which some may be padded, after all attends, (B, N, C)."""
-        config = self.config
-        visible = None if lengths is None else real(tokens, lengths)
+        config, (tokens, positions, lengths, padded, seeds) = self.config, given
+        visible = given.visible
         latents_visible = visible[:, -count:] if visible is not None and padded else None
         latents_positions = positions[:, -count:]
         drop_latents = seeds is not None and config.latent_dropout > 0

@@ -21,6 +21,7 @@ from perceiver_ar.architectures import compile_blocks, parameter_count
 from perceiver_ar.attention import rotation
 from perceiver_ar.chance import branch, draws
 from perceiver_ar.config import ModelConfig, Positions, Queries
+from perceiver_ar.decoder import Inputs
 from perceiver_ar.embedding import InputEmbedding, LearnedPositions
 from perceiver_ar.layers import look_up
 from perceiver_ar.model import Block, PerceiverAR
@@ -253,7 +254,7 @@ def test_cross_attend_dropout_equals_hiding_the_same_inputs(
     if scope != "prefix":
         visible[:, -N:] = model_module._hide_last(None, N, 0.5, branch(seeds, -3))
     assert 0 < visible.sum() < visible.numel()
-    monkeypatch.setattr(model_module, "real", lambda tokens, lengths: visible)
+    monkeypatch.setattr(Inputs, "visible", visible)
     torch.testing.assert_close(
         dropped, model.eval()(tokens, lengths=torch.full((B,), M)), atol=1e-5, rtol=1e-5
     )
