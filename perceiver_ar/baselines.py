@@ -64,7 +64,7 @@ class Transformer(Decoder):
         blocks = self._blocks(visible, inputs, inputs)
         seeds = branches(given.seeds, self.config.layers)
         for block, block_seeds in zip(self.self_attends, seeds, strict=True):
-            z = self._run(block, z, None, (turn, turn), visible, False, blocks, None, block_seeds)
+            z = self._run(block, z, None, (turn, turn), visible=visible, blocks=blocks, seeds=block_seeds)
         return z[:, -count:]
 
     def held(self, total: int) -> int:
@@ -121,17 +121,18 @@ class RelativeBlock(nn.Module):
         before: Tensor,
         distances: Tensor,
         biases: tuple[Tensor, Tensor],
-        open_: Tensor,
+        *,
+        mask: Tensor,
         seeds: Tensor | None,
     ) -> Tensor:
-        # z (B, N, C), memory (B, T - N, C), distances (T, C) from T - 1 down, open_ (B, 1, N, T)
+        # z (B, N, C), before (B, T - N, C), distances (T, C) from T - 1 down, mask (B, 1, N, T)
         source = self.norm(torch.cat((before, z), dim=1))
         q = self._heads(self.query(source[:, -z.shape[1] :]))
         k, v = self._heads(self.key(source)), self._heads(self.value(source))
         r = self._heads(self.distance(distances)[None])
         content, distance = (bias.view(self.heads, 1, -1).to(q.dtype) for bias in biases)
         scores = _shifted((q + distance) @ r.transpose(-1, -2)) / math.sqrt(q.shape[-1])
-        seen = masked(q + content, k, v, scores.masked_fill(~open_, -torch.inf))
+        seen = masked(q + content, k, v, scores.masked_fill(~mask, -torch.inf))
         z = z + drop(self.out(seen.transpose(1, 2).flatten(2)), self.dropout, seeds)
         return z + drop(self.mlp(self.mlp_norm(z)), self.dropout, branch(seeds, 1))
 
@@ -212,12 +213,12 @@ class TransformerXL(Decoder):
         gone = max(0, keys - (self.reach if keep is None else keep))
         shown = z.new_ones(len(z), keys, dtype=torch.bool) if visible is None else visible
         of_memory, *layers_seeds = branches(seeds, 1 + self.config.layers)
-        open_ = self._open(shown, z.shape[1], of_memory)
+        mask = self._mask(shown, z.shape[1], of_memory)
         distances = self.distances(torch.arange(keys - 1, -1, -1, device=z.device)[:, None]).to(z.dtype)
         biases, states = self.biases.weight.unbind(), []
         for block, (memory,), block_seeds in zip(self.self_attends, before, layers_seeds, strict=True):
             states.append((torch.cat((memory[:, gone:], z[:, max(0, gone - held) :]), dim=1).detach(),))
-            z = self._run(block, z, memory, distances, biases, open_, block_seeds)
+            z = self._run(block, z, memory, distances, biases, mask=mask, seeds=block_seeds)
         return z, Past(states, None if visible is None else visible[:, gone:])
 
     def blank(self, rows: int) -> Past:
@@ -232,7 +233,7 @@ class TransformerXL(Decoder):
         z, past = self.segment(tokens, past, visible, seeds=self._seeds(tokens))
         return self.output(self.norm(z), self.embedding.tokens, targets), past
 
-    def _open(self, shown: Tensor, inputs: int, seeds: Tensor | None) -> Tensor:
+    def _mask(self, shown: Tensor, inputs: int, seeds: Tensor | None) -> Tensor:
         """Which of the keys shown, (B, T), each of the last few may see, its own always: (B, 1, N, T)."""
         keys, before = shown.shape[1], shown.shape[1] - inputs
         if seeds is not None and self.config.memory_dropout:

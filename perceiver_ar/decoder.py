@@ -150,10 +150,11 @@ class Decoder(Pretrained):
         """What flex attention, which a GPU may need for this, would else find out in every layer."""
         return None if visible is None or not visible.is_cuda else blocks_shown(visible, queries, keys, own)
 
-    def _run(self, block: nn.Module, *args: object) -> Tensor:
+    def _run(self, block: nn.Module, *args: object, **options: Any) -> Tensor:
+        """Calls a block; where activations are to be recomputed, they are not kept."""
         if self.training and self.config.checkpoint_activations:
-            return checkpoint(block, *args, use_reentrant=False)
-        return block(*args)
+            return checkpoint(block, *args, use_reentrant=False, **options)
+        return block(*args, **options)
 
 
 def _describe(x: Tensor) -> str:

@@ -66,7 +66,8 @@ class Block(nn.Module):
         z: Tensor,
         inputs: Tensor | None,
         turns: Turns,
-        visible: Tensor | None,
+        *,
+        visible: Tensor | None = None,
         own: bool = False,
         blocks: Blocks | None = None,
         tokens: Tensor | None = None,
@@ -210,14 +211,24 @@ class PerceiverAR(Decoder):
         turns = self.cross_turn(latents_positions), self.cross_turn(positions)
         blocks = None if share is not None else self._blocks(visible, count, tokens.shape[1])
         cross_seeds, *layers_seeds = branches(seeds, 1 + config.layers)
-        z = self._run(self.cross_attend, z, inputs, turns, visible, False, blocks, of_table, cross_seeds)
-        turn, blocks = (
-            self.self_turn(latents_positions),
-            self._blocks(latents_visible, count, count, drop_latents),
+        z = self._run(
+            self.cross_attend,
+            *(z, inputs, turns),
+            visible=visible,
+            blocks=blocks,
+            tokens=of_table,
+            seeds=cross_seeds,
         )
+        turn = self.self_turn(latents_positions)
+        blocks = self._blocks(latents_visible, count, count, drop_latents)
         for block, block_seeds in zip(self.self_attends, layers_seeds, strict=True):
             z = self._run(
-                block, z, None, (turn, turn), latents_visible, drop_latents, blocks, None, block_seeds
+                block,
+                *(z, None, (turn, turn)),
+                visible=latents_visible,
+                own=drop_latents,
+                blocks=blocks,
+                seeds=block_seeds,
             )
         return z
 
