@@ -238,7 +238,7 @@ def forget(model: PerceiverAR, cache: Cache, keep: int) -> Cache:
 
 def check_forgetting(model: Decoder) -> None:
     """Refuses where a model could not tell what a position beyond its context means."""
-    if not model.config.has_no_end:
+    if not model.config.unbounded:
         raise ValueError(
             f"a model with {model.config.positions} positions cannot go beyond its context of "
             f"{model.config.context} inputs: ask for fewer tokens or give a shorter prompt."

@@ -243,7 +243,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         """Without a cache all is computed again at each step, from the last inputs that the model takes."""
         prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, **kwargs)
-        if inputs.get("past_key_values") is None and self.model.config.has_no_end:
+        if inputs.get("past_key_values") is None and self.model.config.unbounded:
             for name in ("input_ids", "attention_mask", "position_ids"):
                 if inputs.get(name) is not None:
                     inputs[name] = inputs[name][:, -self.config.context :]
