@@ -68,7 +68,7 @@ class Transformer(Decoder):
         return z[:, -count:]
 
     def held(self, total: int) -> int:
-        """Inputs that are gone on with: where there is no more room, half of them are forgotten."""
+        """How many of all inputs so far are used: where the context is full, half of it is forgotten."""
         context, keep = self.config.context, self.config.context // 2
         return total if total <= context else keep + 1 + (total - context - 1) % (context - keep)
 
@@ -203,7 +203,7 @@ class TransformerXL(Decoder):
     ) -> tuple[Tensor, Past]:
         """States (B, N, C) of a segment's inputs behind all layers, and the memory for the next.
 
-        keep: how many states that has; by default as many as a segment sees.
+        keep: how many states the memory has; by default as many as a segment sees.
         """
         visible = _joined(past, visible, tokens)
         z = self.embedding.tokens(tokens)
@@ -234,7 +234,7 @@ class TransformerXL(Decoder):
         return self.output(self.norm(z), self.embedding.tokens, targets), past
 
     def _mask(self, shown: Tensor, inputs: int, seeds: Tensor | None) -> Tensor:
-        """Which of the keys shown, (B, T), each of the last few may see, its own always: (B, 1, N, T)."""
+        """Which keys each input may see, (B, 1, N, T): those before it that are shown (B, T), and its own."""
         keys, before = shown.shape[1], shown.shape[1] - inputs
         if seeds is not None and self.config.memory_dropout:
             shown = shown & F.pad(kept(seeds, self.config.memory_dropout, before), (0, inputs), value=True)
@@ -243,7 +243,7 @@ class TransformerXL(Decoder):
         return ((key <= own) & (shown[:, None] | (key == own)))[:, None]
 
     def held(self, total: int) -> int:
-        """Inputs that are gone on with: all, by the memory."""
+        """How many of all inputs so far are used: all, by way of the memory."""
         return total
 
     def extend(
@@ -280,7 +280,7 @@ def continued(
 def recomputed(
     model: Transformer | TransformerXL, tokens: Tensor, places: Tensor, lengths: Tensor | None
 ) -> Engine:
-    """The same, but all is computed at every step, so that Transformer-XL sees no further than its memory."""
+    """As continued, but all is computed at each step, so Transformer-XL sees its memory and no further."""
     given = tokens.shape[1]
     while True:
         total = tokens.shape[1]

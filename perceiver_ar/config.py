@@ -19,7 +19,7 @@ Queries = Literal["linear", "inputs", "mlp", "learned", "learned-shared"]
 
 
 class Latents:
-    """How many of the last inputs a call has outputs for, which all kinds of model settle alike."""
+    """For the configs of all models: how many latents, that is, outputs at the last inputs, a call has."""
 
     @property
     def most_latents(self: "AnyModelConfig") -> int:
@@ -27,7 +27,7 @@ class Latents:
         return self.latents
 
     def check_latents(self: "AnyModelConfig", latents: int | None) -> int:
-        """How many a call has: as asked, if that can be; by default as many as in training."""
+        """As many as are asked for, if that can be; by default as many as in training."""
         if latents is not None and not 1 <= latents <= self.most_latents:
             raise ValueError(f"latents must be from 1 to {self.most_latents}, but is {latents}.")
         return self.latents if latents is None else latents
@@ -276,7 +276,7 @@ class TransformerXLConfig(Config, Latents):
         self.stack()
 
     def stack(self) -> ModelConfig:
-        """Perceiver AR of these sizes, for what is the same."""
+        """A Perceiver AR of these sizes, for the parts that are the same."""
         same = ("vocab_size", "channels", "heads", "layers", "cutoffs", "cutoff_factor", "residual_dropout")
         shared = {name: getattr(self, name) for name in same}
         tied = not self.cutoffs
@@ -432,7 +432,7 @@ class Experiment(Config):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Of runs of before they recorded the kind of their model, its settings tell it."""
+        """Where an older run did not record the kind of its model, the settings tell."""
         model = data.get("model")
         if isinstance(model, dict) and "model_type" in model:
             kinds = {kind.model_type: kind for kind in get_args(AnyModelConfig)}

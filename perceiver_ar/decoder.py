@@ -78,8 +78,8 @@ class Decoder(Pretrained):
         """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their Scores.
 
         tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
-        padding itself means nothing. Lengths are best left on the CPU, where they can be looked at for
-        nothing: without padded latents the self-attends are faster. positions (B, M) or (B, M, A)
+        padding itself means nothing. Leave lengths on the CPU, where looking at them costs nothing: the
+        self-attends are faster when it is known that no latent is padded. positions (B, M) or (B, M, A)
         default to 0, 1, ... from the first real token. latents defaults to the config's, and to the
         number of targets. In training, what is dropped of an example follows from its seed, (B,) whole
         numbers of 32 bits, by default drawn.
@@ -96,7 +96,7 @@ class Decoder(Pretrained):
         return self.output(self.norm(self._latents(given, count)), self.embedding.tokens, targets)
 
     def _seeds(self, tokens: Tensor, seeds: Tensor | None = None) -> Tensor | None:
-        """Of what is dropped of each example, (B,): as given, or drawn; None where nothing is dropped."""
+        """The seeds of each example's dropout, (B,): as given, or drawn; None where nothing is dropped."""
         if seeds is not None and (seeds.shape != tokens.shape[:1] or seeds.is_floating_point()):
             raise ValueError(
                 f"seeds must be whole numbers of shape ({len(tokens)},), not {_describe(seeds)}."
@@ -136,7 +136,7 @@ class Decoder(Pretrained):
         return positions
 
     def self_turn(self, positions: Tensor) -> Rotation | None:
-        """How far each self-attend turns what stands at these positions (B, T, A)."""
+        """What self-attends turn queries and keys at these positions (B, T, A) by, if rotary."""
         return self._turn(positions, self.config.channels // self.config.heads)
 
     def _turn(self, positions: Tensor, head_width: int) -> Rotation | None:
@@ -147,7 +147,7 @@ class Decoder(Pretrained):
         return rotation(positions[..., 0], head_width, config.rotary_fraction, wavelength)
 
     def _blocks(self, visible: Tensor | None, queries: int, keys: int, own: bool = False) -> Blocks | None:
-        """What flex attention, which a GPU may need for this, would else find out in every layer."""
+        """Which blocks of keys are hidden, found once for all layers; only flex attention, on a GPU, asks."""
         return None if visible is None or not visible.is_cuda else blocks_shown(visible, queries, keys, own)
 
     def _run(self, block: nn.Module, *args: object, **options: Any) -> Tensor:
@@ -171,7 +171,7 @@ def _check_targets(tokens: Tensor, targets: Tensor, latents: int | None) -> None
 
 
 def _some_padded(tokens: Tensor, lengths: Tensor | None, count: int) -> bool:
-    """Whether padding may reach into the last few inputs, once the lengths are found to be right."""
+    """Checks the lengths, and tells whether padding may reach into the last few inputs."""
     if lengths is None:
         return False
     if lengths.shape != tokens.shape[:1] or lengths.is_floating_point():

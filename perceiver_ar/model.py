@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.mlp = MLP(channels)
         self.dropout = dropout
         self.share: Share | None = None
-        """Processes among which the inputs are shared out."""
+        """The processes that each hold some of the inputs; None: this one holds all."""
 
     def forward(
         self,
@@ -93,7 +93,8 @@ class Block(nn.Module):
         return self.ask(latents, turns[0]), *self.keys_values(source, turns[1], tokens)
 
     def _is_joint(self, inputs: Tensor | None) -> bool:
-        return inputs is None and isinstance(self.query, nn.Linear)  # and not of eight bits
+        """Whether one product can give queries, keys and values: in a self-attend that is not quantized."""
+        return inputs is None and isinstance(self.query, nn.Linear)
 
     def _joint(self, latents: Tensor) -> Tensor:
         """Queries, keys and values of a self-attend, (B, N, 3, H, K), by one product: faster than three."""
@@ -108,7 +109,7 @@ class Block(nn.Module):
     def keys_values(
         self, inputs: Tensor, turn: Rotation | None, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Those of the inputs; in a self-attend, of the latents behind their layer norm.
+        """Keys and values of the inputs; in a self-attend, of the latents behind their layer norm.
 
         Given tokens (B, M), inputs are the vectors (V, E) of all there are: each is projected once.
         """
@@ -200,7 +201,8 @@ class PerceiverAR(Decoder):
 
     def _seen(self, given: Inputs, count: int) -> Seen:
         """What cross-attend dropout leaves of the inputs (appendix E), and of that this process's part."""
-        seen, config, seeds = Seen(given.tokens, given.positions, given.visible), self.config, given.seeds
+        seen = Seen(given.tokens, given.positions, given.visible)
+        config, seeds = self.config, given.seeds
         if seeds is not None and config.cross_dropout > 0:
             if config.cross_dropout_scope != "latents":
                 before = given.tokens.shape[1] - count
@@ -216,8 +218,8 @@ class PerceiverAR(Decoder):
         """The latents after the cross-attend, (B, N, C)."""
         inputs, ids = self._embed(seen)
         positions, alone = given.positions[:, -count:], self.cross_attend.share is None
-        has_last = ids is None and alone
-        last = inputs[:, -count:] if has_last else self.embedding(given.tokens[:, -count:], positions)
+        reuse = ids is None and alone  # the last N are embedded already
+        last = inputs[:, -count:] if reuse else self.embedding(given.tokens[:, -count:], positions)
         z = self.queries(last, latent_numbers(count, given.lengths, last.device))
         turns = self.cross_turn(positions), self.cross_turn(seen.positions)
         blocks = self._blocks(seen.visible, count, seen.tokens.shape[1]) if alone else None
@@ -247,12 +249,12 @@ class PerceiverAR(Decoder):
         return z
 
     def cross_turn(self, positions: Tensor) -> Rotation | None:
-        """How far the cross-attend turns what stands at these positions (B, T, A)."""
+        """What the cross-attend turns queries and keys at these positions (B, T, A) by, if rotary."""
         return self._turn(positions, self.config.input_width // self.config.cross_head_count)
 
 
 def _hide_last(visible: Tensor | None, count: int, share: float, seeds: Tensor) -> Tensor:
-    """Hides a random share of the last few inputs; (B, count), or as many as were told apart before."""
+    """Hides a random share of the last few too: (B, W), or (B, count) where nothing was hidden yet."""
     left = kept(seeds, share, count)
     return left if visible is None else visible & F.pad(left, (visible.shape[1] - count, 0), value=True)
 
@@ -277,7 +279,7 @@ def _keep_some(seen: Seen, chances: Tensor, keep: int) -> Seen:
 
 
 def _own_part(seen: Seen, count: int, share: Share) -> Seen:
-    """The inputs that this process attends to; the last few are the last process's."""
+    """The inputs that this process attends to; the last few go to the last process."""
     tokens, positions, visible = seen
     inputs = tokens.shape[1]
     begin, end = ((inputs - count) * rank // share.size for rank in (share.rank, share.rank + 1))
