@@ -70,8 +70,8 @@ def attend(
     visible (B, W) says which of the last W keys, W >= N, may be seen at all; keys before those are
     open to every query. With own, a query sees its own key even where that is hidden from others.
     A query that sees nothing gives zero. blocks: what blocks_shown found, where it is known already.
-    share: whose keys are attended to together; these are this one's, which all queries may see unless it
-    is the last.
+    share: processes that attend to their keys together; k and v are this one's, which all queries may
+    see unless it is the last of them.
     """
     # (B, H, N, K) x (B, H, M, K): query n sees keys up to M - N + n.
     assert k.shape == v.shape
@@ -103,7 +103,7 @@ def unpack(qkv: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _turn_packed(qkv: Tensor, turn: Rotation) -> Tensor:
-    """The same where it lies, in one go over all three: a compiler writes gradients of parts slowly."""
+    """Turns them where they lie. Values are gone over too: compiled gradients of slices are slow."""
     own, other = (x.transpose(1, 2)[:, :, None] for x in turn)  # (B or 1, N, 1, 1, K)
     of_values = torch.arange(3, device=qkv.device)[:, None, None] == 2
     return torch.where(of_values, qkv, rotate(qkv, (own, other)))
@@ -113,7 +113,7 @@ def _kernel(
     q: Tensor, k: Tensor, visible: Tensor | None, own: bool, blocks: Blocks | None
 ) -> Callable[..., Tensor]:
     """The fastest kernel for this device and shape (the CPU's figures: docs/log.md)."""
-    if torch.onnx.is_in_onnx_export():  # which knows no kernel but has all that this one is made of
+    if torch.onnx.is_in_onnx_export():  # ONNX knows none of the kernels, but all operations of this
         return reference
     queries, keys, width = q.shape[2], k.shape[2], q.shape[-1]
     short = q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16)
@@ -166,7 +166,7 @@ def _attend_square(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) ->
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-# cuDNN first: on Hopper it is faster than flash on squares (figures of the brief: benchmarks/RESULTS.md).
+# cuDNN first: on Hopper it is faster than flash on squares (benchmarks/RESULTS.md).
 _CUDA_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

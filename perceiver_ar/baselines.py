@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from perceiver_ar.attention import attend, masked
 from perceiver_ar.chance import branch, branches, drop, kept
 from perceiver_ar.config import TransformerConfig, TransformerXLConfig
-from perceiver_ar.decoder import Decoder, Engine, real
+from perceiver_ar.decoder import Decoder, Engine, Inputs
 from perceiver_ar.embedding import (
     AdaptiveEmbedding,
     InputEmbedding,
@@ -58,25 +58,17 @@ class Transformer(Decoder):
         self.norm = nn.LayerNorm(config.channels)
         self.output = Output(config.stack())
 
-    def _latents(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        count: int,
-        lengths: Tensor | None,
-        padded: bool,
-        seeds: Tensor | None = None,
-    ) -> Tensor:
-        visible = None if lengths is None else real(tokens, lengths)
-        z, turn = self.embedding(tokens, positions), self.self_turn(positions)
-        blocks = self._blocks(visible, tokens.shape[1], tokens.shape[1])
-        layers_seeds = branches(seeds, self.config.layers)
-        for block, block_seeds in zip(self.self_attends, layers_seeds, strict=True):
-            z = self._run(block, z, None, (turn, turn), visible, False, blocks, None, block_seeds)
+    def _latents(self, given: Inputs, count: int) -> Tensor:
+        inputs, visible = given.tokens.shape[1], given.visible
+        z, turn = self.embedding(given.tokens, given.positions), self.self_turn(given.positions)
+        blocks = self._blocks(visible, inputs, inputs)
+        seeds = branches(given.seeds, self.config.layers)
+        for block, block_seeds in zip(self.self_attends, seeds, strict=True):
+            z = self._run(block, z, None, (turn, turn), visible=visible, blocks=blocks, seeds=block_seeds)
         return z[:, -count:]
 
     def held(self, total: int) -> int:
-        """Inputs that are gone on with: where there is no more room, half of them are forgotten."""
+        """How many of all inputs so far are used: where the context is full, half of it is forgotten."""
         context, keep = self.config.context, self.config.context // 2
         return total if total <= context else keep + 1 + (total - context - 1) % (context - keep)
 
@@ -129,17 +121,18 @@ class RelativeBlock(nn.Module):
         before: Tensor,
         distances: Tensor,
         biases: tuple[Tensor, Tensor],
-        open_: Tensor,
+        *,
+        mask: Tensor,
         seeds: Tensor | None,
     ) -> Tensor:
-        # z (B, N, C), memory (B, T - N, C), distances (T, C) from T - 1 down, open_ (B, 1, N, T)
+        # z (B, N, C), before (B, T - N, C), distances (T, C) from T - 1 down, mask (B, 1, N, T)
         source = self.norm(torch.cat((before, z), dim=1))
         q = self._heads(self.query(source[:, -z.shape[1] :]))
         k, v = self._heads(self.key(source)), self._heads(self.value(source))
         r = self._heads(self.distance(distances)[None])
         content, distance = (bias.view(self.heads, 1, -1).to(q.dtype) for bias in biases)
         scores = _shifted((q + distance) @ r.transpose(-1, -2)) / math.sqrt(q.shape[-1])
-        seen = masked(q + content, k, v, scores.masked_fill(~open_, -torch.inf))
+        seen = masked(q + content, k, v, scores.masked_fill(~mask, -torch.inf))
         z = z + drop(self.out(seen.transpose(1, 2).flatten(2)), self.dropout, seeds)
         return z + drop(self.mlp(self.mlp_norm(z)), self.dropout, branch(seeds, 1))
 
@@ -185,17 +178,9 @@ class TransformerXL(Decoder):
         """States before a segment that it sees."""
         return self.config.memory if self.training else self.config.evaluation_memory
 
-    def _latents(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        count: int,
-        lengths: Tensor | None,
-        padded: bool,
-        seeds: Tensor | None = None,
-    ) -> Tensor:
+    def _latents(self, given: Inputs, count: int) -> Tensor:
         """Segments one after the other, each without a gradient to those before."""
-        visible = None if lengths is None else real(tokens, lengths)
+        tokens, visible, seeds = given.tokens, given.visible, given.seeds
         end, past = tokens.shape[1], None
         last, begin = end - count, max(0, end - count - self.reach)
         for number, stop in enumerate(reversed(range(last, begin, -self.config.segment)), 1):
@@ -218,7 +203,7 @@ class TransformerXL(Decoder):
     ) -> tuple[Tensor, Past]:
         """States (B, N, C) of a segment's inputs behind all layers, and the memory for the next.
 
-        keep: how many states that has; by default as many as a segment sees.
+        keep: how many states the memory has; by default as many as a segment sees.
         """
         visible = _joined(past, visible, tokens)
         z = self.embedding.tokens(tokens)
@@ -228,12 +213,12 @@ class TransformerXL(Decoder):
         gone = max(0, keys - (self.reach if keep is None else keep))
         shown = z.new_ones(len(z), keys, dtype=torch.bool) if visible is None else visible
         of_memory, *layers_seeds = branches(seeds, 1 + self.config.layers)
-        open_ = self._open(shown, z.shape[1], of_memory)
+        mask = self._mask(shown, z.shape[1], of_memory)
         distances = self.distances(torch.arange(keys - 1, -1, -1, device=z.device)[:, None]).to(z.dtype)
         biases, states = self.biases.weight.unbind(), []
         for block, (memory,), block_seeds in zip(self.self_attends, before, layers_seeds, strict=True):
             states.append((torch.cat((memory[:, gone:], z[:, max(0, gone - held) :]), dim=1).detach(),))
-            z = self._run(block, z, memory, distances, biases, open_, block_seeds)
+            z = self._run(block, z, memory, distances, biases, mask=mask, seeds=block_seeds)
         return z, Past(states, None if visible is None else visible[:, gone:])
 
     def blank(self, rows: int) -> Past:
@@ -248,8 +233,8 @@ class TransformerXL(Decoder):
         z, past = self.segment(tokens, past, visible, seeds=self._seeds(tokens))
         return self.output(self.norm(z), self.embedding.tokens, targets), past
 
-    def _open(self, shown: Tensor, inputs: int, seeds: Tensor | None) -> Tensor:
-        """Which of the keys shown, (B, T), each of the last few may see, its own always: (B, 1, N, T)."""
+    def _mask(self, shown: Tensor, inputs: int, seeds: Tensor | None) -> Tensor:
+        """Which keys each input may see, (B, 1, N, T): those before it that are shown (B, T), and its own."""
         keys, before = shown.shape[1], shown.shape[1] - inputs
         if seeds is not None and self.config.memory_dropout:
             shown = shown & F.pad(kept(seeds, self.config.memory_dropout, before), (0, inputs), value=True)
@@ -258,7 +243,7 @@ class TransformerXL(Decoder):
         return ((key <= own) & (shown[:, None] | (key == own)))[:, None]
 
     def held(self, total: int) -> int:
-        """Inputs that are gone on with: all, by the memory."""
+        """How many of all inputs so far are used: all, by way of the memory."""
         return total
 
     def extend(
@@ -295,7 +280,7 @@ def continued(
 def recomputed(
     model: Transformer | TransformerXL, tokens: Tensor, places: Tensor, lengths: Tensor | None
 ) -> Engine:
-    """The same, but all is computed at every step, so that Transformer-XL sees no further than its memory."""
+    """As continued, but all is computed at each step, so Transformer-XL sees its memory and no further."""
     given = tokens.shape[1]
     while True:
         total = tokens.shape[1]

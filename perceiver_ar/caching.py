@@ -25,7 +25,7 @@ Decode = Callable[[PerceiverAR, "Cache", Tensor, Tensor], Tensor]
 """Such as decode_one: model, cache, token (B,) and position (B or 1, 1, A) to logits (B, V)."""
 
 Stack = Callable[[PerceiverAR, "Cache", Tensor, Tensor, Tensor | None], Tensor]
-"""Such as deepen."""
+"""Such as deepen: model, cache, latents (B, T, C), their positions, which may be seen: logits (B, V)."""
 
 _STRETCH = 16_384
 """Inputs of which keys and values are computed at a time."""
@@ -238,7 +238,7 @@ def forget(model: PerceiverAR, cache: Cache, keep: int) -> Cache:
 
 def check_forgetting(model: Decoder) -> None:
     """Refuses where a model could not tell what a position beyond its context means."""
-    if not model.config.has_no_end:
+    if not model.config.unbounded:
         raise ValueError(
             f"a model with {model.config.positions} positions cannot go beyond its context of "
             f"{model.config.context} inputs: ask for fewer tokens or give a shorter prompt."
@@ -262,7 +262,7 @@ def decode_at(
     slot: Tensor,
     through: Callable[..., Tensor],
 ) -> Tensor:
-    """The same, with the place of the input and of the latent as tensors (1,).
+    """As decode_one, with the place of the input and that of its latent as tensors (1,).
 
     All that the cache's tensors hold is attended to; with `first`, only what lies between it and the
     places. So nothing but tensors changes from step to step, and a step can be captured.
@@ -272,10 +272,8 @@ def decode_at(
     visible = latents_visible = None
     number = slot[None]
     if cache.first is not None:
-        first, (columns, slots) = (
-            cache.first[:, None],
-            (torch.arange(n, device=token.device) for n in cache.room),
-        )
+        first = cache.first[:, None]
+        columns, slots = (torch.arange(n, device=token.device) for n in cache.room)
         visible = (first <= columns) & (columns <= column)  # (B, M)
         latents_visible = (first <= slots + column - slot) & (slots <= slot)  # (B, N)
         number = torch.minimum(slot, column - first)

@@ -13,7 +13,7 @@ from perceiver_ar.model import Block, PerceiverAR
 CAPTURE_FROM = 32
 """Steps from which recording a graph pays: it takes about as long as ten."""
 CAPTURE_REFRESHES_FROM = 4
-"""The same of refreshes, of which recording takes two."""
+"""Refreshes from which recording one pays: it takes about as long as two."""
 
 
 def fastest(model: PerceiverAR, cache: Cache, tokens: int) -> tuple[Decode, Stack]:
@@ -66,9 +66,9 @@ def _fused(model: PerceiverAR) -> Callable[..., Tensor] | None:
 
 
 class Recorded:
-    """A function of tensors on a GPU, whose kernels are recorded at the first call and replayed at all.
+    """A function of tensors on a GPU, whose kernels are recorded at the first call and replayed at each.
 
-    What else it reads and writes must stay where it is.
+    Other tensors that it reads or writes must stay where they are in memory.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -87,7 +87,7 @@ class Recorded:
             return self.output.clone()
 
     def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Runs once before: it writes the same to the same places each time."""
+        """Runs it once before, as torch asks; that does no harm, since it writes the same each time."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

@@ -18,14 +18,23 @@ Positions = Literal["rotary", "sinusoidal", "learned", "axial", "none"]
 Queries = Literal["linear", "inputs", "mlp", "learned", "learned-shared"]
 
 
-def _choose_latents(asked: int | None, usual: int, most: int) -> int:
-    if asked is not None and not 1 <= asked <= most:
-        raise ValueError(f"latents must be from 1 to {most}, but is {asked}.")
-    return usual if asked is None else asked
+class Latents:
+    """For the configs of all models: how many latents, that is, outputs at the last inputs, a call has."""
+
+    @property
+    def most_latents(self: "AnyModelConfig") -> int:
+        """No call can have more than training has."""
+        return self.latents
+
+    def check_latents(self: "AnyModelConfig", latents: int | None) -> int:
+        """As many as are asked for, if that can be; by default as many as in training."""
+        if latents is not None and not 1 <= latents <= self.most_latents:
+            raise ValueError(f"latents must be from 1 to {self.most_latents}, but is {latents}.")
+        return self.latents if latents is None else latents
 
 
 @dataclass(frozen=True)
-class ModelConfig(Config):
+class ModelConfig(Config, Latents):
     """The shape of a Perceiver AR. Defaults are the paper's common settings (appendix F.1)."""
 
     vocab_size: int
@@ -81,17 +90,13 @@ class ModelConfig(Config):
     model_type: ClassVar[str] = "perceiver_ar"
 
     @property
-    def has_no_end(self) -> bool:
+    def unbounded(self) -> bool:
         """Whether positions mean something beyond the context; axial ones are always given."""
         return self.positions in ("rotary", "axial", "none")
 
-    def check_latents(self, latents: int | None) -> int:
-        """How many latents a call uses: as asked, if that can be; by default as many as in training."""
-        return _choose_latents(latents, self.latents, self.most_latents)
-
     @property
     def most_latents(self) -> int:
-        """Each learned query is one latent's own."""
+        """As many as there are inputs, but each learned query is one latent's own."""
         return self.latents if self.queries == "learned" else self.context
 
     def __post_init__(self) -> None:
@@ -179,26 +184,8 @@ class ModelConfig(Config):
         return self.heads if self.cross_heads is None else self.cross_heads
 
 
-class Baseline:
-    """What baselines have in common with a ModelConfig, so that they are trained and used alike."""
-
-    @property
-    def latents(self) -> int:
-        """How many of the last inputs have an output."""
-        raise NotImplementedError
-
-    def check_latents(self, latents: int | None) -> int:
-        """How many of the last inputs have an output in a call: as asked, if that can be."""
-        return _choose_latents(latents, self.latents, self.most_latents)
-
-    @property
-    def most_latents(self) -> int:
-        """No call can have more than training has."""
-        return self.latents
-
-
 @dataclass(frozen=True)
-class TransformerConfig(Config, Baseline):
+class TransformerConfig(Config, Latents):
     """A decoder-only Transformer: Perceiver AR's stack of self-attends over all inputs."""
 
     vocab_size: int
@@ -243,13 +230,13 @@ class TransformerConfig(Config, Baseline):
         return self.context
 
     @property
-    def has_no_end(self) -> bool:
+    def unbounded(self) -> bool:
         """Whether positions mean something beyond the context."""
-        return self.stack().has_no_end
+        return self.stack().unbounded
 
 
 @dataclass(frozen=True)
-class TransformerXLConfig(Config, Baseline):
+class TransformerXLConfig(Config, Latents):
     """Transformer-XL (Dai et al., 2019): segments that see the states of those before them."""
 
     vocab_size: int
@@ -289,7 +276,7 @@ class TransformerXLConfig(Config, Baseline):
         self.stack()
 
     def stack(self) -> ModelConfig:
-        """Perceiver AR of these sizes, for what is the same."""
+        """A Perceiver AR of these sizes, for the parts that are the same."""
         same = ("vocab_size", "channels", "heads", "layers", "cutoffs", "cutoff_factor", "residual_dropout")
         shared = {name: getattr(self, name) for name in same}
         tied = not self.cutoffs
@@ -308,7 +295,7 @@ class TransformerXLConfig(Config, Baseline):
     model_type: ClassVar[str] = "transformer_xl"
     positions: ClassVar[Positions] = "none"
     axes: ClassVar[tuple[int, ...]] = ()
-    has_no_end: ClassVar[bool] = True
+    unbounded: ClassVar[bool] = True
 
 
 AnyModelConfig = ModelConfig | TransformerConfig | TransformerXLConfig
@@ -445,7 +432,7 @@ class Experiment(Config):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Of runs of before they recorded the kind of their model, its settings tell it."""
+        """Where an older run did not record the kind of its model, the settings tell."""
         model = data.get("model")
         if isinstance(model, dict) and "model_type" in model:
             kinds = {kind.model_type: kind for kind in get_args(AnyModelConfig)}

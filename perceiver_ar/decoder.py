@@ -4,7 +4,7 @@ Letters: B batch, M inputs, N latents, C channels, V vocabulary, A position axes
 """
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,21 @@ Engine = Generator[Tensor, Tensor, None]
 """A model that tokens are drawn from: yields the logits (B, V) of the next, and is sent that token (B,)."""
 
 
+class Inputs(NamedTuple):
+    """What a call was given, once it is checked."""
+
+    tokens: Tensor  # (B, M)
+    positions: Tensor  # (B or 1, M, A)
+    lengths: Tensor | None = None  # (B,): how many are real, after padding on the left; None: all are
+    padded: bool = False  # whether padding may reach into the last N
+    seeds: Tensor | None = None  # (B,): by which each example's dropout is drawn; None: nothing is dropped
+
+    @property
+    def visible(self) -> Tensor | None:
+        """Which are not padding, (B, M); None: all."""
+        return None if self.lengths is None else real(self.tokens, self.lengths)
+
+
 class Decoder(Pretrained):
     """Embeds tokens, makes latents of the last N of them, and maps those to logits."""
 
@@ -27,16 +42,8 @@ class Decoder(Pretrained):
     norm: nn.LayerNorm
     output: Output | AdaptiveOutput
 
-    def _latents(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        count: int,
-        lengths: Tensor | None,
-        padded: bool,
-        seeds: Tensor | None = None,
-    ) -> Tensor:
-        """The latents, of which some may be padded, (B, N, C): what tells one model from another."""
+    def _latents(self, given: Inputs, count: int) -> Tensor:
+        """The latents of the last N inputs, padded ones too, (B, N, C): what tells one model from another."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -71,8 +78,8 @@ class Decoder(Pretrained):
         """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their Scores.
 
         tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
-        padding itself means nothing. Lengths are best left on the CPU, where they can be looked at for
-        nothing: without padded latents the self-attends are faster. positions (B, M) or (B, M, A)
+        padding itself means nothing. Leave lengths on the CPU, where looking at them costs nothing: the
+        self-attends are faster when it is known that no latent is padded. positions (B, M) or (B, M, A)
         default to 0, 1, ... from the first real token. latents defaults to the config's, and to the
         number of targets. In training, what is dropped of an example follows from its seed, (B,) whole
         numbers of 32 bits, by default drawn.
@@ -85,12 +92,11 @@ class Decoder(Pretrained):
         padded, tokens = _some_padded(tokens, lengths, count), tokens.long()
         lengths = None if lengths is None else lengths.to(tokens.device, non_blocking=tokens.is_cuda)
         positions = self.place(tokens, positions, lengths)
-        seeds = self._seeds(tokens, seeds)
-        z = self.norm(self._latents(tokens, positions, count, lengths, padded, seeds))
-        return self.output(z, self.embedding.tokens, targets)
+        given = Inputs(tokens, positions, lengths, padded, self._seeds(tokens, seeds))
+        return self.output(self.norm(self._latents(given, count)), self.embedding.tokens, targets)
 
     def _seeds(self, tokens: Tensor, seeds: Tensor | None = None) -> Tensor | None:
-        """Of what is dropped of each example, (B,): as given, or drawn; None where nothing is dropped."""
+        """The seeds of each example's dropout, (B,): as given, or drawn; None where nothing is dropped."""
         if seeds is not None and (seeds.shape != tokens.shape[:1] or seeds.is_floating_point()):
             raise ValueError(
                 f"seeds must be whole numbers of shape ({len(tokens)},), not {_describe(seeds)}."
@@ -130,7 +136,7 @@ class Decoder(Pretrained):
         return positions
 
     def self_turn(self, positions: Tensor) -> Rotation | None:
-        """How far each self-attend turns what stands at these positions (B, T, A)."""
+        """What self-attends turn queries and keys at these positions (B, T, A) by, if rotary."""
         return self._turn(positions, self.config.channels // self.config.heads)
 
     def _turn(self, positions: Tensor, head_width: int) -> Rotation | None:
@@ -141,13 +147,14 @@ class Decoder(Pretrained):
         return rotation(positions[..., 0], head_width, config.rotary_fraction, wavelength)
 
     def _blocks(self, visible: Tensor | None, queries: int, keys: int, own: bool = False) -> Blocks | None:
-        """What flex attention, which a GPU may need for this, would else find out in every layer."""
+        """Which blocks of keys are hidden, found once for all layers; only flex attention, on a GPU, asks."""
         return None if visible is None or not visible.is_cuda else blocks_shown(visible, queries, keys, own)
 
-    def _run(self, block: nn.Module, *args: object) -> Tensor:
+    def _run(self, block: nn.Module, *args: object, **options: Any) -> Tensor:
+        """Calls a block; where activations are to be recomputed, they are not kept."""
         if self.training and self.config.checkpoint_activations:
-            return checkpoint(block, *args, use_reentrant=False)
-        return block(*args)
+            return checkpoint(block, *args, use_reentrant=False, **options)
+        return block(*args, **options)
 
 
 def _describe(x: Tensor) -> str:
@@ -164,7 +171,7 @@ def _check_targets(tokens: Tensor, targets: Tensor, latents: int | None) -> None
 
 
 def _some_padded(tokens: Tensor, lengths: Tensor | None, count: int) -> bool:
-    """Whether padding may reach into the last few inputs, once the lengths are found to be right."""
+    """Checks the lengths, and tells whether padding may reach into the last few inputs."""
     if lengths is None:
         return False
     if lengths.shape != tokens.shape[:1] or lengths.is_floating_point():

@@ -98,7 +98,7 @@ def _check(task: Task, count: int | None, lasting: float | None, samples: int, o
 def most(model: Decoder, prompt: Tokens, count: int) -> int:
     """So many, or as many as the model can."""
     config = model.config
-    return count if config.has_no_end else max(1, min(count, config.context - len(prompt) + 1))
+    return count if config.unbounded else max(1, min(count, config.context - len(prompt) + 1))
 
 
 class Lasting:

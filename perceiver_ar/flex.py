@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Blocks = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of each block of queries: how many blocks of keys are to be checked, which, how many are open, which."""
+"""For each block of queries: how many blocks of keys are partly hidden, which, how many are open, which."""
 
 BLOCK = 128
 
@@ -34,7 +34,7 @@ def attend(
 
 
 def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool, blocks: Blocks | None = None) -> BlockMask:
-    """What flex attention is told."""
+    """The mask, as flex attention takes it."""
     queries, keys = q.shape[2], k.shape[2]
     # Numbers that change between compiled calls cannot be in the kernel, but tensors can.
     skipped, shown_to_all = (torch.full((), keys - x, device=q.device) for x in (queries, visible.shape[1]))
@@ -91,6 +91,6 @@ def _some_and_all(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the columns (B, rows, columns) are set in each row, and all, those that are first."""
+    """How many columns of each row are set, (B, rows, columns), and all their numbers, the set ones first."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]

@@ -9,6 +9,9 @@ Notable:
 - cross-attend dropout picks the inputs that it keeps before anything is computed from them.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from perceiver_ar.attention import Rotation, attend, attend_packed, rotate, unpack
 from perceiver_ar.chance import branch, branches, draws, drop, kept
 from perceiver_ar.config import ModelConfig
-from perceiver_ar.decoder import Decoder, real
+from perceiver_ar.decoder import Decoder, Inputs
 from perceiver_ar.embedding import AdaptiveOutput, InputEmbedding, Output
 from perceiver_ar.flex import Blocks
 from perceiver_ar.layers import Linear, Vectors, look_up
@@ -59,14 +62,15 @@ class Block(nn.Module):
         self.mlp = MLP(channels)
         self.dropout = dropout
         self.share: Share | None = None
-        """Processes among which the inputs are shared out."""
+        """The processes that each hold some of the inputs; None: this one holds all."""
 
     def forward(
         self,
         z: Tensor,
         inputs: Tensor | None,
         turns: Turns,
-        visible: Tensor | None,
+        *,
+        visible: Tensor | None = None,
         own: bool = False,
         blocks: Blocks | None = None,
         tokens: Tensor | None = None,
@@ -89,7 +93,8 @@ class Block(nn.Module):
         return self.ask(latents, turns[0]), *self.keys_values(source, turns[1], tokens)
 
     def _is_joint(self, inputs: Tensor | None) -> bool:
-        return inputs is None and isinstance(self.query, nn.Linear)  # and not of eight bits
+        """Whether one product can give queries, keys and values: in a self-attend that is not quantized."""
+        return inputs is None and isinstance(self.query, nn.Linear)
 
     def _joint(self, latents: Tensor) -> Tensor:
         """Queries, keys and values of a self-attend, (B, N, 3, H, K), by one product: faster than three."""
@@ -104,7 +109,7 @@ class Block(nn.Module):
     def keys_values(
         self, inputs: Tensor, turn: Rotation | None, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Those of the inputs; in a self-attend, of the latents behind their layer norm.
+        """Keys and values of the inputs; in a self-attend, of the latents behind their layer norm.
 
         Given tokens (B, M), inputs are the vectors (V, E) of all there are: each is projected once.
         """
@@ -158,6 +163,14 @@ def latent_numbers(count: int, lengths: Tensor | None, device: torch.device) -> 
     return (numbers - (count - lengths[:, None]).clamp(min=0)).clamp(min=0)
 
 
+class Seen(NamedTuple):
+    """Inputs as the cross-attend is given them."""
+
+    tokens: Tensor  # (B, M)
+    positions: Tensor  # (B or 1, M, A)
+    visible: Tensor | None  # (B, W): which of the last W may be seen, as all before those may; None: all
+
+
 class PerceiverAR(Decoder):
     """Perceiver AR (Hawthorne, Jaegle et al., ICML 2022)."""
 
@@ -179,96 +192,98 @@ class PerceiverAR(Decoder):
         self.norm = nn.LayerNorm(config.channels)
         self.output = (AdaptiveOutput if config.cutoffs else Output)(config)
 
-    def _latents(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        count: int,
-        lengths: Tensor | None,
-        padded: bool,
-        seeds: Tensor | None = None,
-    ) -> Tensor:
-        """The latents, of which some may be padded, after all attends, (B, N, C)."""
-        config = self.config
-        visible = None if lengths is None else real(tokens, lengths)
-        latents_visible = visible[:, -count:] if visible is not None and padded else None
-        latents_positions = positions[:, -count:]
-        drop_latents = seeds is not None and config.latent_dropout > 0
-        if drop_latents:
-            latents_visible = _hide_last(latents_visible, count, config.latent_dropout, branch(seeds, -1))
+    def _latents(self, given: Inputs, count: int) -> Tensor:
+        """One cross-attend from the last N inputs to all, then self-attends (section 3)."""
+        cross_seeds, *self_seeds = branches(given.seeds, 1 + self.config.layers)
+        seen = self._seen(given, count)
+        z = self._attend_inputs(given, seen, count, cross_seeds)
+        return self._attend_latents(z, given, self_seeds)
+
+    def _seen(self, given: Inputs, count: int) -> Seen:
+        """What cross-attend dropout leaves of the inputs (appendix E), and of that this process's part."""
+        seen = Seen(given.tokens, given.positions, given.visible)
+        config, seeds = self.config, given.seeds
         if seeds is not None and config.cross_dropout > 0:
             if config.cross_dropout_scope != "latents":
-                keep = round((tokens.shape[1] - count) * (1 - config.cross_dropout))
-                chances = draws(branch(seeds, -2), tokens.shape[1] - count)
-                tokens, positions, visible = _keep_some(tokens, positions, visible, chances, keep)
+                before = given.tokens.shape[1] - count
+                keep = round(before * (1 - config.cross_dropout))
+                seen = _keep_some(seen, draws(branch(seeds, -2), before), keep)
             if config.cross_dropout_scope != "prefix":
-                visible = _hide_last(visible, count, config.cross_dropout, branch(seeds, -3))
+                visible = _hide_last(seen.visible, count, config.cross_dropout, branch(seeds, -3))
+                seen = seen._replace(visible=visible)
+        share = self.cross_attend.share
+        return seen if share is None else _own_part(seen, count, share)
 
-        last_tokens, share = tokens[:, -count:], self.cross_attend.share
-        if share is not None:
-            tokens, positions, visible = _own_part(tokens, positions, visible, count, share)
-        inputs, of_table = self.embedding.table, tokens
-        if inputs is None or 2 * len(inputs) > tokens.numel():
-            inputs, of_table = self.embedding(tokens, positions), None  # (B, M, E)
-        if of_table is None and share is None:
-            last = inputs[:, -count:]
-        else:
-            last = self.embedding(last_tokens, latents_positions)
-        z = self.queries(last, latent_numbers(count, lengths, tokens.device))
-        turns = self.cross_turn(latents_positions), self.cross_turn(positions)
-        blocks = None if share is not None else self._blocks(visible, count, tokens.shape[1])
-        cross_seeds, *layers_seeds = branches(seeds, 1 + config.layers)
-        z = self._run(self.cross_attend, z, inputs, turns, visible, False, blocks, of_table, cross_seeds)
-        turn, blocks = (
-            self.self_turn(latents_positions),
-            self._blocks(latents_visible, count, count, drop_latents),
-        )
-        for block, block_seeds in zip(self.self_attends, layers_seeds, strict=True):
-            z = self._run(
-                block, z, None, (turn, turn), latents_visible, drop_latents, blocks, None, block_seeds
-            )
+    def _attend_inputs(self, given: Inputs, seen: Seen, count: int, seeds: Tensor | None) -> Tensor:
+        """The latents after the cross-attend, (B, N, C)."""
+        inputs, ids = self._embed(seen)
+        positions, alone = given.positions[:, -count:], self.cross_attend.share is None
+        reuse = ids is None and alone  # the last N are embedded already
+        last = inputs[:, -count:] if reuse else self.embedding(given.tokens[:, -count:], positions)
+        z = self.queries(last, latent_numbers(count, given.lengths, last.device))
+        turns = self.cross_turn(positions), self.cross_turn(seen.positions)
+        blocks = self._blocks(seen.visible, count, seen.tokens.shape[1]) if alone else None
+        options = {"visible": seen.visible, "blocks": blocks, "tokens": ids, "seeds": seeds}
+        return self._run(self.cross_attend, z, inputs, turns, **options)
+
+    def _embed(self, seen: Seen) -> tuple[Tensor, Tensor | None]:
+        """Vectors of the inputs (B, M, E); or, where that is less work, of all tokens (V, E), and the ids."""
+        table = self.embedding.table
+        if table is not None and 2 * len(table) <= seen.tokens.numel():
+            return table, seen.tokens
+        return self.embedding(seen.tokens, seen.positions), None
+
+    def _attend_latents(self, z: Tensor, given: Inputs, seeds: Sequence[Tensor | None]) -> Tensor:
+        """The latents after the self-attends; a dropped one is hidden from all others in every layer."""
+        count, share = z.shape[1], self.config.latent_dropout
+        visible = given.visible if given.padded else None
+        visible = None if visible is None else visible[:, -count:]
+        drops = given.seeds is not None and share > 0
+        if drops:
+            visible = _hide_last(visible, count, share, branch(given.seeds, -1))
+        turn = self.self_turn(given.positions[:, -count:])
+        blocks = self._blocks(visible, count, count, drops)
+        for block, block_seeds in zip(self.self_attends, seeds, strict=True):
+            options = {"visible": visible, "own": drops, "blocks": blocks, "seeds": block_seeds}
+            z = self._run(block, z, None, (turn, turn), **options)
         return z
 
     def cross_turn(self, positions: Tensor) -> Rotation | None:
-        """How far the cross-attend turns what stands at these positions (B, T, A)."""
+        """What the cross-attend turns queries and keys at these positions (B, T, A) by, if rotary."""
         return self._turn(positions, self.config.input_width // self.config.cross_head_count)
 
 
 def _hide_last(visible: Tensor | None, count: int, share: float, seeds: Tensor) -> Tensor:
-    """Hides a random share of the last few inputs; (B, count), or as many as were told apart before."""
+    """Hides a random share of the last few too: (B, W), or (B, count) where nothing was hidden yet."""
     left = kept(seeds, share, count)
     return left if visible is None else visible & F.pad(left, (visible.shape[1] - count, 0), value=True)
 
 
-def _keep_some(
-    tokens: Tensor, positions: Tensor, visible: Tensor | None, chances: Tensor, keep: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _keep_some(seen: Seen, chances: Tensor, keep: int) -> Seen:
     """Of the first inputs those with the lowest chances (B, M - N), then the last, in each example.
 
     Which of those chosen comes first does not matter: all stand before every latent.
     """
-    batch, inputs = tokens.shape
-    before = chances.shape[1]
+    (batch, inputs), before = seen.tokens.shape, chances.shape[1]
     chosen = chances.argsort(dim=1, stable=True)[:, :keep]
-    if visible is not None:
+    if seen.visible is not None:
         chosen = chosen.sort(dim=1).values  # padding stands together, so whole blocks are hidden, or open
-    last = torch.arange(before, inputs, device=tokens.device).expand(batch, -1)
+    last = torch.arange(before, inputs, device=seen.tokens.device).expand(batch, -1)
     index = torch.cat((chosen, last), dim=1)  # (B, keep + N)
-    positions = positions.expand(batch, -1, -1)
-    return (
-        tokens.gather(1, index),
+    positions = seen.positions.expand(batch, -1, -1)
+    return Seen(
+        seen.tokens.gather(1, index),
         positions.gather(1, index[..., None].expand(-1, -1, positions.shape[-1])),
-        None if visible is None else visible.gather(1, index),
+        None if seen.visible is None else seen.visible.gather(1, index),
     )
 
 
-def _own_part(
-    tokens: Tensor, positions: Tensor, visible: Tensor | None, count: int, share: Share
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inputs that this process attends to; the last few are the last process's."""
+def _own_part(seen: Seen, count: int, share: Share) -> Seen:
+    """The inputs that this process attends to; the last few go to the last process."""
+    tokens, positions, visible = seen
     inputs = tokens.shape[1]
     begin, end = ((inputs - count) * rank // share.size for rank in (share.rank, share.rank + 1))
     part = slice(begin, inputs if share.rank == share.size - 1 else end)
     if visible is not None:
         visible = F.pad(visible, (inputs - visible.shape[1], 0), value=True)[:, part]
-    return tokens[:, part], positions[:, part], visible
+    return Seen(tokens[:, part], positions[:, part], visible)

@@ -38,7 +38,7 @@ def attend_in_two(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: 
 
 @functools.cache
 def attend_together() -> Callable[..., Tensor]:
-    """The same with keys that other processes hold. They talk, which is not for a compiler to move."""
+    """The same where processes share the keys; not compiled, since a compiler may move what they send."""
     return torch.compiler.disable(_InParts.apply)
 
 
@@ -92,7 +92,7 @@ Part = tuple[Tensor, Tensor]
 
 
 def _nothing(q: Tensor) -> Part:
-    """What a process without keys has."""
+    """The part of a process without keys: no weight."""
     exact = torch.promote_types(q.dtype, torch.float32)
     return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
 
@@ -104,7 +104,7 @@ def _merged(one: Part, other: Part) -> Part:
 
 
 def _merged_by_all(out: Tensor, lse: Tensor, share: Share) -> Part:
-    lse = lse.contiguous()  # as processes without keys have it: what is told has no strides
+    lse = lse.contiguous()  # strides are not sent, and all must have the same
     top = share.max(lse.clone())
     weight = (lse - top).exp()
     whole = share.sum(weight.clone())
@@ -113,7 +113,7 @@ def _merged_by_all(out: Tensor, lse: Tensor, share: Share) -> Part:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, shown: Tensor | None, own: bool) -> Part:
-    """shown (B, M): which keys may be seen."""
+    """One part, by the device's flash attention; shown (B, M): which keys may be seen."""
     if q.device.type == "cpu":
         mask = _bias(q, causal, shown, own)
         attend_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -146,7 +146,7 @@ def _flash_backward(
     if shown is not None:
         q, k, v = with_spare(q, k, v, shown[:, None, :, None])
     grad, out = (F.pad(x, (0, q.shape[-1] - width)) for x in (grad, out))
-    random = (q.new_zeros(size, dtype=torch.uint64) for size in ((2,), ()))  # of dropout, which there is not
+    random = (q.new_zeros(size, dtype=torch.uint64) for size in ((2,), ()))  # for dropout, which is off
     found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *random,
         scale=1 / math.sqrt(width),
@@ -187,7 +187,7 @@ _HIDDEN = -1e9
 def _parts(
     q: Tensor, k: Tensor, visible: Tensor | None, share: Share | None
 ) -> list[tuple[slice, bool, Tensor | None]]:
-    """Keys, causality, and which are shown, of the part before the queries' own, and of those, if here."""
+    """Keys before the queries' own, then those: where they are, whether causal, which may be seen."""
     last = q.shape[2] if share is None or share.rank == share.size - 1 else 0
     before = k.shape[2] - last
     shown = None if visible is None else F.pad(visible, (k.shape[2] - visible.shape[1], 0), value=True)

@@ -17,6 +17,7 @@ from perceiver_ar.architectures import load_model
 from perceiver_ar.baselines import Transformer, TransformerXL, _shifted
 from perceiver_ar.cli import main
 from perceiver_ar.config import AnyModelConfig, TransformerConfig, TransformerXLConfig
+from perceiver_ar.decoder import Inputs
 from perceiver_ar.strict import Config
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.image import ImageTask
@@ -171,7 +172,7 @@ def test_tied_adaptive_logits_are_what_the_formula_says() -> None:
     torch.testing.assert_close(logits.exp().sum(-1), torch.ones(2, 4))
     wanted = -logits.gather(-1, targets[..., None]).squeeze(-1)
     torch.testing.assert_close(model.nats(tokens, targets), wanted)
-    z = model.norm(model._latents(tokens, tokens[..., None], 4, None, False))
+    z = model.norm(model._latents(Inputs(tokens, tokens[..., None]), 4))
     out, embedding = model.output, model.embedding.tokens
     band = embedding.tables[2].weight @ (embedding.projections[2].weight.T @ z[0, 0]) + out.bias[12:]
     head = torch.cat((embedding.tables[0].weight @ out.first(z[0, 0]) + out.bias[:4], out.bands(z[0, 0])))

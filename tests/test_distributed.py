@@ -25,7 +25,7 @@ from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, atte
 from perceiver_ar.checkpoint import Keeper, checkpoints, share
 from perceiver_ar.config import AnyModelConfig, TransformerXLConfig
 from perceiver_ar.distributed import Ranks, join, shard, whole
-from perceiver_ar.model import _own_part
+from perceiver_ar.model import Seen, _own_part
 from perceiver_ar.run import open_source
 from perceiver_ar.tasks.tokens import prepare
 from perceiver_ar.training import make_state
@@ -117,7 +117,7 @@ def attend_together(files: Path) -> list[float]:
         wanted = attention.reference(q, k, v, visible)
         gradients = torch.autograd.grad(wanted, (q, k, v), upstream)
         numbers = torch.arange(inputs).expand(2, -1)
-        part, _, shown = _own_part(numbers, numbers, visible, count, ranks)
+        part, _, shown = _own_part(Seen(numbers, numbers, visible), count, ranks)
         own = slice(*(part[0, [0, -1]] + torch.tensor([0, 1])).tolist()) if part.numel() else slice(0, 0)
         here = (q, *(x[:, :, own].detach().requires_grad_() for x in (k, v)))
         got = attention.attend(*here, shown, share=ranks)

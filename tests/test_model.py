@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import perceiver_ar.model as model_module
-from perceiver_ar import attention
 from perceiver_ar.architectures import compile_blocks, parameter_count
 from perceiver_ar.attention import rotation
 from perceiver_ar.chance import branch, draws
 from perceiver_ar.config import ModelConfig, Positions, Queries
+from perceiver_ar.decoder import Inputs, _some_padded
 from perceiver_ar.embedding import InputEmbedding, LearnedPositions
 from perceiver_ar.layers import look_up
-from perceiver_ar.model import Block, PerceiverAR
+from perceiver_ar.model import Block, PerceiverAR, Seen, _hide_last, _keep_some
 
 B, M, N, V = 2, 12, 5, 30
 POSITIONS: list[Positions] = ["rotary", "sinusoidal", "learned", "axial", "none"]
@@ -160,21 +160,15 @@ def test_padded_examples_give_the_same_logits_as_each_alone(positions: Positions
     assert together.isfinite().all()
 
 
-@pytest.mark.parametrize(("shortest", "masks"), [(N, 1), (N - 1, 3)], ids=["inputs", "latents"])
-def test_self_attends_have_a_mask_only_where_latents_are_padded(
-    monkeypatch: pytest.MonkeyPatch, shortest: int, masks: int
-) -> None:
+@pytest.mark.parametrize(("shortest", "padded"), [(N, False), (N - 1, True)], ids=["inputs", "latents"])
+def test_self_attends_are_masked_only_where_latents_are_padded(shortest: int, padded: bool) -> None:
     model = make()
     tokens, _ = draw(model)
     lengths = torch.tensor([M, shortest])
-    plain = model(tokens, lengths=lengths)
-    spy = Mock(wraps=model_module.attend)
-    for module in (model_module, attention):  # the cross-attend's, and that of what lies together
-        monkeypatch.setattr(module, "attend", spy)
-    model(tokens, lengths=lengths)
-    assert sum(call.args[3] is not None for call in spy.call_args_list) == masks
-    monkeypatch.setattr("perceiver_ar.decoder._some_padded", lambda tokens, lengths, count: True)
-    torch.testing.assert_close(model(tokens, lengths=lengths), plain, atol=1e-5, rtol=1e-5)
+    assert _some_padded(tokens, lengths, N) == padded
+    given = Inputs(tokens, model.place(tokens, None, lengths), lengths)
+    masked, unmasked = (model._latents(given._replace(padded=x), N)[1, -shortest:] for x in (True, False))
+    assert torch.allclose(masked, unmasked, atol=1e-5) != padded
 
 
 @pytest.mark.parametrize("queries", QUERIES)
@@ -235,28 +229,24 @@ def test_wrong_calls_say_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("scope", ["all", "latents", "prefix"])
-def test_cross_attend_dropout_equals_hiding_the_same_inputs(
-    scope: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Without self-attends, so that hidden inputs can be told as padding is.
+def test_cross_attend_dropout_equals_hiding_the_same_inputs(scope: Any) -> None:
     model = make(layers=0, cross_dropout=0.5, cross_dropout_scope=scope).train()
     tokens, _ = draw(model)
     seeds = torch.arange(B, dtype=torch.int32)
-    dropped = model(tokens, seeds=seeds)
+    given = Inputs(tokens, model.place(tokens, None, None))
+    dropped = model._latents(given._replace(seeds=seeds), N)
     columns = torch.arange(M).expand(B, -1)
     visible = torch.ones(B, M, dtype=torch.bool)
     if scope != "latents":
         chances = draws(branch(seeds, -2), M - N)
-        chosen, _, _ = model_module._keep_some(columns, columns[..., None], None, chances, round((M - N) / 2))
+        chosen, _, _ = _keep_some(Seen(columns, columns[..., None], None), chances, round((M - N) / 2))
         visible[:, :-N] = False
         visible.scatter_(1, chosen[:, :-N], True)
     if scope != "prefix":
-        visible[:, -N:] = model_module._hide_last(None, N, 0.5, branch(seeds, -3))
+        visible[:, -N:] = _hide_last(None, N, 0.5, branch(seeds, -3))
     assert 0 < visible.sum() < visible.numel()
-    monkeypatch.setattr(model_module, "real", lambda tokens, lengths: visible)
-    torch.testing.assert_close(
-        dropped, model.eval()(tokens, lengths=torch.full((B,), M)), atol=1e-5, rtol=1e-5
-    )
+    hidden = model._attend_inputs(given, Seen(tokens, given.positions, visible), N, None)
+    torch.testing.assert_close(dropped, hidden, atol=1e-5, rtol=1e-5)
 
 
 def test_inputs_that_cross_attend_dropout_drops_are_never_embedded() -> None:
@@ -272,7 +262,7 @@ def test_inputs_that_cross_attend_dropout_drops_are_never_embedded() -> None:
 def test_of_the_inputs_that_cross_attend_dropout_keeps_padding_comes_first() -> None:
     columns, visible = torch.arange(100).expand(3, -1), torch.arange(100) >= torch.tensor([[0], [30], [60]])
     chances = draws(torch.arange(3, dtype=torch.int32), 90)
-    kept, _, shown = model_module._keep_some(columns, columns[..., None], visible, chances, 45)
+    kept, _, shown = _keep_some(Seen(columns, columns[..., None], visible), chances, 45)
     assert shown is not None
     assert shown.equal(visible.gather(1, kept))
     assert (shown.diff(dim=1, prepend=shown[:, :1]).sum(1) <= 1).all()  # hidden, then shown
@@ -280,7 +270,7 @@ def test_of_the_inputs_that_cross_attend_dropout_keeps_padding_comes_first() -> 
 
 def test_cross_attend_dropout_keeps_its_share_of_every_input() -> None:
     columns, chances = torch.arange(50).expand(2000, -1), draws(torch.arange(2000, dtype=torch.int32), 40)
-    chosen, positions, _ = model_module._keep_some(columns, columns[..., None], None, chances, 12)
+    chosen, positions, _ = _keep_some(Seen(columns, columns[..., None], None), chances, 12)
     assert torch.equal(chosen, positions[..., 0])
     assert all(len(set(row.tolist())) == 22 for row in chosen)
     shares = chosen.flatten().bincount(minlength=50) / 2000

@@ -54,7 +54,7 @@ class PerceiverARConfig(PreTrainedConfig):
 
     @property
     def settings(self) -> ModelConfig:
-        """Those of the model itself."""
+        """As the model takes them."""
         return ModelConfig.from_dict({name: getattr(self, name) for name in NAMES})
 
 
@@ -95,7 +95,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
     accepts_loss_kwargs = False  # Trainer would divide by the number of all labels, not of the last N
-    _is_stateful = True  # so it never proposes tokens, or checks another's, which would have to be taken back
+    _is_stateful = True  # no assisted decoding: the cache cannot take tokens back
 
     config: PerceiverARConfig
 
@@ -206,8 +206,8 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 "what follows a cache cannot be padded: give its rows one by one, or start anew."
             )
-        if cache.held.inputs + tokens.shape[1] > cache.held.room[0] < config.context:  # it is used again
-            needed = cache.held.inputs + tokens.shape[1]
+        needed = cache.held.inputs + tokens.shape[1]
+        if needed > cache.held.room[0] < config.context:  # the cache of an earlier call is gone on with
             cache.held = cache.held.with_room(min(config.context, max(needed, 2 * cache.held.room[0])))
         if positions is None:
             positions = self._following(cache.held, tokens)
@@ -245,7 +245,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         """Without a cache all is computed again at each step, from the last inputs that the model takes."""
         prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, **kwargs)
-        if inputs.get("past_key_values") is None and self.model.config.has_no_end:
+        if inputs.get("past_key_values") is None and self.model.config.unbounded:
             for name in ("input_ids", "attention_mask", "position_ids"):
                 if inputs.get(name) is not None:
                     inputs[name] = inputs[name][:, -self.config.context :]
@@ -294,7 +294,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _lengths(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Of rows that are padded on the left; None where none is."""
+    """How many tokens of each row are real, (B,), after padding on the left; None where there is none."""
     if mask is None:
         return None
     if mask.shape != tokens.shape:

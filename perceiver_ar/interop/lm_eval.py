@@ -129,7 +129,7 @@ class PerceiverARLM(TemplateLM):
         if unknown := settings.keys() - {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}:
             raise ValueError(f"generation_kwargs that cannot be used here: {', '.join(sorted(unknown))}.")
         config = self.model.config
-        room = None if config.has_no_end else -max(1, config.context - most + 1)
+        room = None if config.unbounded else -max(1, config.context - most + 1)
         prompts = [self.tok_encode(context)[room:] for context in contexts]
         longest = max(map(len, prompts))
         allowed = self.task.allowed(longest, config.vocab_size)

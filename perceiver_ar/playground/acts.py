@@ -251,7 +251,7 @@ def _span(model: Decoder, task: Task) -> int:
 def _count(model: Decoder, task: Task, prompt: Tokens, wish: Wish) -> int:
     """As many as were asked for, or as the task has, where that is settled; and as the model can."""
     count = task.count(prompt) if _settled(task) else min(wish.count, LONGEST)
-    return count if model.config.has_no_end else max(1, min(count, model.config.context - len(prompt) + 1))
+    return count if model.config.unbounded else max(1, min(count, model.config.context - len(prompt) + 1))
 
 
 def _so_far(task: Task, prompt: Tokens, steps: list[Tokens], chances: list[float]) -> Sample:
