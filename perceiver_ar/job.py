@@ -18,8 +18,8 @@ from perceiver_ar.distributed import Ranks, launch, spread
 from perceiver_ar.metrics import Metrics
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.optim import make_optimizer
-from perceiver_ar.run import Data, Source
 from perceiver_ar.sealed import read_sealed
+from perceiver_ar.source import Data, Source
 from perceiver_ar.watch import Watch
 from perceiver_ar.windows import Examples
 

@@ -29,17 +29,8 @@ from perceiver_ar.job import Interrupted, Job, NotFinite, State, make_state
 from perceiver_ar.keeping import evaluate_step, keep, keep_last
 from perceiver_ar.metrics import Metrics, import_logger
 from perceiver_ar.optim import learning_rate, update_average
-from perceiver_ar.run import (
-    Data,
-    Origin,
-    Source,
-    as_stored,
-    begin,
-    begun_by,
-    kept_from_others,
-    open_source,
-    settle,
-)
+from perceiver_ar.run import Origin, begin, begun_by, kept_from_others
+from perceiver_ar.source import Data, Source, as_stored, open_source, settle
 from perceiver_ar.watch import Watch
 from perceiver_ar.windows import generator
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from perceiver_ar.run import open_source
+from perceiver_ar.source import open_source
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.image import ImageTask, prepare, read_picture

@@ -217,7 +217,7 @@ def folder_of_pieces(folder: Path, count: int = 12) -> Path:
 
 
 def test_augmentation_follows_seed_and_step_and_spares_the_store(tmp_path: Path) -> None:
-    from perceiver_ar.run import open_source
+    from perceiver_ar.source import open_source
 
     prepare(folder_of_pieces(tmp_path / "a"), tmp_path / "s", workers=1)
     plain = open_source("music", {}, tmp_path / "s").examples(64)

@@ -17,7 +17,7 @@ from PIL import Image
 from perceiver_ar import midi, tasks
 from perceiver_ar.data import collate
 from perceiver_ar.evaluation import windows
-from perceiver_ar.run import open_source
+from perceiver_ar.source import open_source
 from perceiver_ar.tasks.base import BOS, FIRST
 from tests.forked import run
 from tests.test_audio import save_codec

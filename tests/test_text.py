@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from perceiver_ar import corpus, evaluate, presets, splits, tasks, train, vocabulary
 from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
-from perceiver_ar.run import load, open_source
+from perceiver_ar.run import load
+from perceiver_ar.source import open_source
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import BOS, EOS
 from perceiver_ar.tasks.text import TextTask, prepare

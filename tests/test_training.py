@@ -31,8 +31,9 @@ from perceiver_ar.data import Crops
 from perceiver_ar.distributed import Ranks
 from perceiver_ar.layers import Linear
 from perceiver_ar.optim import begin_state, learning_rate
-from perceiver_ar.run import kept_from_others, open_source
+from perceiver_ar.run import kept_from_others
 from perceiver_ar.sealed import Damaged, file_digest, read_sealed, write_sealed
+from perceiver_ar.source import open_source
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.tokens import TokensTask, prepare

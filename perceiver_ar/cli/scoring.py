@@ -47,7 +47,8 @@ def evaluate(
     from perceiver_ar.plots import check_picture, draw_positions
     from perceiver_ar.quantized import quantize
     from perceiver_ar.report import progress_bar, show
-    from perceiver_ar.run import check_vocabulary, load, open_source
+    from perceiver_ar.run import load
+    from perceiver_ar.source import check_vocabulary, open_source
     from perceiver_ar.watch import Watch
 
     if plot is not None:

@@ -19,8 +19,9 @@ from perceiver_ar.evaluation import evaluate
 from perceiver_ar.plan import plan
 from perceiver_ar.reproduce.materials import NONE, Data
 from perceiver_ar.reproduce.study import About, Bench, Cell, Found, Row
-from perceiver_ar.run import load, open_source
+from perceiver_ar.run import load
 from perceiver_ar.sealed import digest, write_whole
+from perceiver_ar.source import open_source
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly, training_step
