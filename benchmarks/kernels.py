@@ -9,7 +9,8 @@ from torch import Tensor
 from benchmarks.measure import Figure
 from perceiver_ar import attention, flash4, flex, parts
 from perceiver_ar.device import best_dtype
-from perceiver_ar.timing import attention_flops, forget_peak, peak_gib, time_repeatedly
+from perceiver_ar.flops import attention_flops
+from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly
 
 GPU_SHAPES = [
     (4, 16, 1024, 131_072, 64),

@@ -8,8 +8,8 @@ from typing import Any
 
 from perceiver_ar.architectures import parameter_count
 from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, Parallel, TransformerXLConfig
+from perceiver_ar.flops import attention_flops, forward_flops
 from perceiver_ar.strict import unknown
-from perceiver_ar.timing import attention_flops, forward_flops
 
 
 @dataclass(frozen=True)

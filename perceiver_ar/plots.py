@@ -1,11 +1,12 @@
 """Pictures of losses: by step of training, and by position in the document."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from perceiver_ar.metrics import read_metrics
 
 
 def check_picture(path: Path) -> None:
@@ -60,22 +61,6 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
         axes.set_yscale("log")
     axes.legend()
     figure.savefig(path, dpi=150)
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{run} is not a run that has begun: it holds no {path.name}.")
-    lines = whole_lines(path)
-    if not any("loss" in line for line in lines):
-        raise ValueError(f"{run} has logged no step yet.")
-    return lines
-
-
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """All but a last one that is cut short, since the run goes on or was killed."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:

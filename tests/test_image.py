@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from perceiver_ar.source import open_source
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.store import Store
-from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.image import ImageTask, prepare, read_picture
 from tests.forked import run
 from tests.test_official import load as load_fixture

@@ -16,9 +16,9 @@ from perceiver_ar.distributed import Ranks
 from perceiver_ar.drawing import draw
 from perceiver_ar.midi import EVENTS, Notes, decode, encode, encode_midi, fold_pedal, quantize
 from perceiver_ar.run import export
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.audio import AudioTask
-from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.music import MusicTask, prepare, stretched, transposed
 from tests.forked import run

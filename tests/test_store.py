@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
 from perceiver_ar.source import open_source
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.store import BLOCK, Store, smallest_dtype, write_store
-from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.tokens import prepare
 
 

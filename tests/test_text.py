@@ -23,8 +23,8 @@ from perceiver_ar import corpus, evaluate, presets, splits, tasks, train, vocabu
 from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
 from perceiver_ar.run import load
 from perceiver_ar.source import open_source
+from perceiver_ar.special import BOS, EOS
 from perceiver_ar.store import Store
-from perceiver_ar.tasks.base import BOS, EOS
 from perceiver_ar.tasks.text import TextTask, prepare
 from perceiver_ar.vocabulary import Bytes, Pieces, TokenizerFile, Vocabulary, Words
 from tests.forked import run

@@ -13,7 +13,8 @@ from perceiver_ar.extras import need
 from perceiver_ar.generation import stream
 from perceiver_ar.interop import announce
 from perceiver_ar.run import load
-from perceiver_ar.tasks.base import BOS, EOS, FIRST, PAD, Document
+from perceiver_ar.special import BOS, EOS, FIRST, PAD
+from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.text import TextTask
 
 try:

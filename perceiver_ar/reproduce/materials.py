@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from perceiver_ar.reproduce.study import Bench
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.store import Split, Store, write_store
 from perceiver_ar.tasks.audio import AudioTask
-from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.image import ImageTask, Order
 from perceiver_ar.windows import Tokens
 

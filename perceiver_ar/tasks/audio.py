@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from perceiver_ar import codecs
 from perceiver_ar.codecs import HUB, Codec, Codes, Kind, Lyra
 from perceiver_ar.extras import need
-from perceiver_ar.report import read_alone, readable
+from perceiver_ar.reading import read_alone, readable
 from perceiver_ar.sealed import Damaged
 from perceiver_ar.sound import SOUNDS, read_sound, write_spectrogram, write_wav
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.splits import Shares, by_split, recordings
 from perceiver_ar.store import Store, check_new, smallest_dtype, write_store
-from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens
 
 WRITERS = {".wav": write_wav, ".png": write_spectrogram}

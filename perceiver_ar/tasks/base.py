@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar.config import AnyModelConfig
+from perceiver_ar.special import BOS, EOS, PAD
 from perceiver_ar.strict import Config
 from perceiver_ar.windows import Examples, Tokens
-
-PAD, EOS, BOS, FIRST = 0, 1, 2, 3
-"""Special tokens of every task; its own begin at FIRST."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar.config import AnyModelConfig
-from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
+from perceiver_ar.special import BOS, EOS, FIRST
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window, crop_end, crop_weight, generator
 
 VALIDATION_SEED = 2**31

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from perceiver_ar.config import AnyModelConfig, TransformerXLConfig
 from perceiver_ar.extras import need
 from perceiver_ar.fetching import unpack
-from perceiver_ar.report import readable
+from perceiver_ar.reading import readable
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.splits import SPLITS, Shares, below, by_folder, by_split, divide, top
 from perceiver_ar.store import Store, check_new, write_store
-from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens
 
 Order = Literal["raster", "rgb"]

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from perceiver_ar import midi
 from perceiver_ar.extras import need
 from perceiver_ar.midi import EVENTS, NOTE_OFF, SHIFT, STEPS, VELOCITY, encode_midi
-from perceiver_ar.report import read_alone, readable
+from perceiver_ar.reading import read_alone, readable
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.splits import Shares, by_split, recordings
 from perceiver_ar.store import Store, check_new, write_store
-from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens
 
 WRITERS = {".mid": midi.write_midi, ".midi": midi.write_midi, ".wav": midi.write_wav, ".png": midi.write_roll}

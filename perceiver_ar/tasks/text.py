@@ -20,9 +20,10 @@ from perceiver_ar.extras import need
 from perceiver_ar.preparing import Corpus, make_store
 from perceiver_ar.report import progress_bar
 from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
+from perceiver_ar.special import BOS, EOS, FIRST
 from perceiver_ar.splits import Shares, left
 from perceiver_ar.store import Store, check_new
-from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, check_exact
 from perceiver_ar.windows import Tokens
 
