@@ -13,7 +13,7 @@ from perceiver_ar.architectures import build, compile_blocks
 from perceiver_ar.checkpoint import STATE, Checkpoint, Keeper, pack, unpack
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.decoder import Decoder
-from perceiver_ar.device import best_dtype
+from perceiver_ar.device import dtype_for
 from perceiver_ar.distributed import Ranks, launch, spread
 from perceiver_ar.metrics import Metrics
 from perceiver_ar.model import PerceiverAR
@@ -156,7 +156,6 @@ def make_state(
 
 
 def sent_as(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """What sharded weights and gradients are rounded to: bf16 on GPUs that compute in it."""
-    if device.type != "cuda" or config.precision == "float32":
-        return None
-    return torch.bfloat16 if config.precision == "bf16" else best_dtype(device)
+    """What sharded weights and gradients are rounded to, if they are: what a GPU computes in."""
+    rounded = device.type == "cuda" and config.precision != "float32"
+    return dtype_for(config.precision, device) if rounded else None

@@ -1,7 +1,7 @@
 """A run folder: config.json, metrics.jsonl, checkpoints/, and model/, which alone is enough to use."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ from perceiver_ar.checkpoint import checkpoints, write_folder
 from perceiver_ar.config import AnyModelConfig, Experiment
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.pretrained import WEIGHTS, Pretrained, save_packed
-from perceiver_ar.sealed import Damaged, check_version, file_digest, read_sealed, write_sealed
+from perceiver_ar.sealed import Damaged, check_version, file_digest, locked, read_sealed, write_sealed
 from perceiver_ar.source import Data, Source, as_mixture
 from perceiver_ar.store import check_new
 from perceiver_ar.tasks.base import Task
@@ -87,21 +87,9 @@ def begin(
     write_sealed(config, {**about, "data": origin.data, "init": origin.init, "launch": launch})
 
 
-@contextmanager
-def kept_from_others(folder: Path) -> Generator[None]:
-    """While this process trains into a folder, no other does; where the system can tell."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{folder} is being trained by another process: wait for it, or end it."
-            ) from None
-        except (ImportError, OSError):  # Windows, or a file system without locks
-            pass
-        yield
+def kept_from_others(folder: Path) -> AbstractContextManager[None]:
+    """While this process trains into a folder, no other does."""
+    return locked(folder / ".lock", f"{folder} is being trained by another process: wait for it, or end it.")
 
 
 def check_same(before: Experiment, now: Experiment, folder: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,7 +242,7 @@ def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
         stop = min(start + run.micro, rows.stop)
         part = batch.rows(start, stop).to(device)
         with alone(run.spread, stop < rows.stop):
-            with precision(config, device):
+            with autocast(device, config.precision):
                 scores = run.spread(
                     part.inputs,
                     positions=part.positions,
@@ -264,12 +264,6 @@ def training_loss(scores: Scores, config: TrainConfig) -> Tensor:
         assert scores.uniform is not None
         loss = loss + config.label_smoothing * (scores.uniform - loss)
     return (loss + config.z_loss * scores.log_z.square()).sum()
-
-
-def precision(config: TrainConfig, device: torch.device) -> Any:
-    if config.precision == "bf16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext() if config.precision == "float32" else autocast(device)
 
 
 @contextmanager

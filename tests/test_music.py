@@ -282,6 +282,8 @@ def test_a_prompt_is_the_first_seconds_of_a_piece(tmp_path: Path) -> None:
     whole, five = (MusicTask().prompt_file(tmp_path / "a.mid", keep) for keep in (None, 5))
     assert np.array_equal(whole[: len(five)], five)
     assert len(decode(five[1:] - FIRST)) == (notes.start <= 500).sum()
+    with pytest.raises(ValueError, match="--keep must be at least 0 seconds, but is -1"):
+        MusicTask().prompt_file(tmp_path / "a.mid", -1)
 
 
 def test_damaged_files_never_take_the_process_with_them(tmp_path: Path) -> None:

@@ -161,6 +161,8 @@ def test_ids_are_read_again_in_the_type_that_they_were_prepared_in(tmp_path: Pat
     wide = open_source("tokens", {}, tmp_path / "wide").task
     assert (wide.read(path).tokens[1:] - FIRST).tolist() == list(range(90_000, 90_100))
     assert (wide.prompt_file(path, 1).tolist()) == [BOS, 90_000 + FIRST]
+    with pytest.raises(ValueError, match="--keep must be at least 1, but is 0"):
+        wide.prompt_file(path, 0)
     # What an older version wrote did not say, and the same ids from another file may be mixed with it.
     kept = Store.open(tmp_path / "wide").split("train")
     write_store(tmp_path / "older", {"train": [kept.read(0)]}, 90_100 + FIRST, "tokens")

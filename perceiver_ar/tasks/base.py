@@ -83,7 +83,7 @@ class Task(Config):
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
         """A file as a prompt, or its beginning: so many tokens, or what else the task counts in."""
-        return self.prompt(path.read_text())[: None if keep is None else keep + 1]
+        return beginning(self.prompt(path.read_text()), keep)
 
     def start(self, seed: int) -> Tokens:
         """The prompt where none is given."""
@@ -131,3 +131,12 @@ class Task(Config):
     def show(self, truth: Tokens, predicted: Tokens) -> str | None:
         """A few predicted tokens beside the true ones, for a person to see; None if that says nothing."""
         return None
+
+
+def beginning(tokens: Tokens, keep: int | None) -> Tokens:
+    """Of a prompt, its BOS and so many tokens; all of it where that is not said."""
+    if keep is None:
+        return tokens
+    if keep < 1:
+        raise ValueError(f"--keep must be at least 1, but is {keep}.")
+    return tokens[: keep + 1]

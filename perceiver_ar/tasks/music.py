@@ -55,9 +55,9 @@ class MusicTask(Task):
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
         """Of a MIDI file, perhaps only the first seconds."""
-        events = read_alone(encode_midi, path)
         if keep is not None and keep < 0:
             raise ValueError(f"--keep must be at least 0 seconds, but is {keep}.")
+        events = read_alone(encode_midi, path)
         if keep is not None:
             steps = np.cumsum(np.where(_is_shift(events), events.astype(np.int64) - SHIFT + 1, 0))
             events = events[steps <= keep * STEPS]

@@ -23,7 +23,7 @@ from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
 from perceiver_ar.special import BOS, EOS, FIRST
 from perceiver_ar.splits import Shares, left
 from perceiver_ar.store import Store, check_new
-from perceiver_ar.tasks.base import Document, Task
+from perceiver_ar.tasks.base import Document, Task, beginning
 from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, check_exact
 from perceiver_ar.windows import Tokens
 
@@ -72,7 +72,7 @@ class TextTask(Task):
         return self._after_bos(text.encode("utf-8", "surrogateescape"), final=False)
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        return self._after_bos(path.read_bytes(), final=False)[: None if keep is None else keep + 1]
+        return beginning(self._after_bos(path.read_bytes(), final=False), keep)
 
     def _after_bos(self, data: bytes, final: bool) -> Tokens:
         return np.concatenate(([BOS], self.vocabulary.encode(data, final))).astype(np.int64)
