@@ -152,7 +152,15 @@ def make_state(
     average = [p.detach().clone() for p in model.parameters()] if config.ema else []
     examples = source.examples(experiment.model.context)
     micro = min(config.micro_batch_size or config.batch_size, config.batch_size // others.size)
-    return State(model, called, make_optimizer(model, config, ranks), average, examples, micro, others)
+    return State(
+        model=model,
+        spread=called,
+        optimizer=make_optimizer(model, config, ranks),
+        average=average,
+        examples=examples,
+        micro=micro,
+        others=others,
+    )
 
 
 def sent_as(config: TrainConfig, device: torch.device) -> torch.dtype | None:

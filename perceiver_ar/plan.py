@@ -116,18 +116,18 @@ def plan(experiment: Experiment, gpu: str = "h200", gpus: int = 1) -> Plan:
     memory = _memory(experiment, at_once, gpus)
     seconds = _seconds(experiment, GPUS[gpu], here, gpus)
     return Plan(
-        gpus,
-        train.batch_size,
-        train.steps,
-        parameter_count(model),
-        3 * forward_flops(model) * train.batch_size,
-        here,
-        at_once,
-        GPUS[gpu].memory * 1e9,
-        memory,
-        seconds,
-        sum(seconds.values()) * train.steps / 3600,
-        _advice(experiment, GPUS[gpu], memory, at_once, gpus),
+        gpus=gpus,
+        batch=train.batch_size,
+        steps=train.steps,
+        parameters=parameter_count(model),
+        step_flops=3 * forward_flops(model) * train.batch_size,
+        rows=here,
+        sequences=at_once,
+        room=GPUS[gpu].memory * 1e9,
+        memory=memory,
+        seconds=seconds,
+        hours=sum(seconds.values()) * train.steps / 3600,
+        advice=_advice(experiment, GPUS[gpu], memory, at_once, gpus),
     )
 
 

@@ -74,8 +74,20 @@ def train(
         keeper = held.enter_context(Keeper(folder / "checkpoints", experiment.train.keep, ranks))
         for note in notes:
             metrics.say(note)
-        about = experiment, source, origin.data, folder, where
-        loop(Job(*about, metrics, received, ranks, keeper, watch, launcher), run)
+        job = Job(
+            experiment=experiment,
+            source=source,
+            data=origin.data,
+            folder=folder,
+            device=where,
+            metrics=metrics,
+            received=received,
+            ranks=ranks,
+            keeper=keeper,
+            watch=watch,
+            launcher=launcher,
+        )
+        loop(job, run)
         signals = [number for numbers in ranks.gather(received) for number in numbers]
     return {"run": str(folder), "step": run.step, "signal": next(iter(signals), None)}
 

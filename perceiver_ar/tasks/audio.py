@@ -195,7 +195,15 @@ def prepare(
     if not 1 <= levels <= voice.most:
         raise ValueError(f"--levels must be from 1 to {voice.most} for {weights}, but is {levels}.")
     mark, kept = (digest(Path(weights)), "") if codec == "lyra" else ("", weights)
-    task = AudioTask(levels, voice.codes, voice.rate / voice.hop, codec, kept, mark, loudness)
+    task = AudioTask(
+        levels=levels,
+        codes=voice.codes,
+        frame_rate=voice.rate / voice.hop,
+        codec=codec,
+        weights=kept,
+        sha256=mark,
+        loudness=loudness,
+    )
     scratch = out.with_name(f".{out.name}.codes")
     work = partial(_keep, task, weights, scratch)
     done = dict(readable(work, named, workers or (1 if voice.device == "cuda" else None), LONGEST))
