@@ -6,27 +6,22 @@ from typing import Any
 
 import numpy as np
 
+from perceiver_ar.extras import need
 from perceiver_ar.metrics import read_metrics
 
 
 def check_picture(path: Path) -> None:
     """Refuses, before any work is done, what cannot be drawn or written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a plot needs matplotlib: pip install matplotlib") from None
+    known = need("matplotlib.figure").Figure().canvas.get_supported_filetypes()
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for the plot.")
-    known = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ValueError(f"a plot is written to .png, .svg or .pdf, not to {path}.")
 
 
 def new_figure(**labels: str) -> tuple[Any, Any]:
     """A picture, and the axes to draw on."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = need("matplotlib.figure").Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.set(**labels)
     return figure, axes

@@ -872,12 +872,6 @@ def test_what_is_copied_has_the_mirrored_digits(length: int, digits: int, base: 
     assert (places[: length - 1] + places[length - 2 :: -1] == base - 1).all()
 
 
-def test_runs_of_before_there_were_digits_are_read() -> None:
-    assert CopyTask.from_dict({"length": 16, "columns": 0}) == CopyTask(length=16)
-    with pytest.raises(ValueError, match="'columns' is not a setting"):
-        CopyTask.from_dict({"length": 16, "columns": 5})
-
-
 def test_digits_of_a_copy_are_learned_as_axes(tmp_path: Path) -> None:
     axial = replace(small().model, positions="axial", axes=(5, 5))
     experiment = replace(small(evaluate_every=6), model=axial, options={"length": 16, "digits": 2})

@@ -6,7 +6,7 @@ BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,13 +50,6 @@ class CopyTask(Task):
             raise ValueError(
                 "first_half and sequences of a copy task must be at least 1, digits from 0 to 24."
             )
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Runs of before it had digits say that they have no columns."""
-        return super().from_dict(
-            {key: value for key, value in data.items() if (key, value) != ("columns", 0)}
-        )
 
     @functools.cached_property
     def base(self) -> int:
