@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from perceiver_ar.architectures import build, compile_blocks
-from perceiver_ar.checkpoint import STATE, Checkpoint, Keeper, pack, unpack
+from perceiver_ar.checkpoint import STATE, Checkpoint, Keeper, fill, named_tensors
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import dtype_for
@@ -102,10 +102,10 @@ class State:
         numbers = {key: getattr(self, key) for key in ("step", "micro", "evaluated", "worse")}
         best = None if math.isinf(self.best) else self.best
         state = {**numbers, "best": best, "ranks": self.others.size, "examples": self.examples.state}
-        return Checkpoint(pack(self.model, self.optimizer, self.average), state)
+        return Checkpoint(named_tensors(self.model, self.optimizer, self.average), state)
 
     def restore(self, place: Path) -> None:
-        unpack(place, self.model, self.optimizer, self.average)
+        fill(place, self.model, self.optimizer, self.average)
         saved = read_sealed(place / STATE)
         for key in ("step", "evaluated", "worse"):
             setattr(self, key, saved[key])

@@ -147,7 +147,7 @@ def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
     return model, tasks.get(experiment.task, experiment.options).at(inner), about["data"]
 
 
-def pack(run: str | Path, folder: Path, bits: int) -> None:
+def export_packed(run: str | Path, folder: Path, bits: int) -> None:
     """Writes a run's model alone, of so many bits a weight, and without saying where its data were."""
     check_new(folder)
     model, task, _ = load(run, "cpu")

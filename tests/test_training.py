@@ -26,7 +26,7 @@ import perceiver_ar.checkpoint as checkpoint_module
 import perceiver_ar.keeping as keeping_module
 import perceiver_ar.training as training_module
 from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, presets, train
-from perceiver_ar.checkpoint import checkpoints, pack
+from perceiver_ar.checkpoint import checkpoints, named_tensors
 from perceiver_ar.data import Crops
 from perceiver_ar.distributed import Ranks
 from perceiver_ar.layers import Linear
@@ -401,10 +401,10 @@ def test_a_run_by_muon_is_resumed_bit_for_bit_and_needs_whole_matrices(tmp_path:
 def test_an_optimizer_that_knows_other_weights_is_not_packed() -> None:
     run = make_state(small(), open_source("copy", {"length": 16}, None), torch.device("cpu"), None, Ranks())
     begin_state(run.optimizer)
-    pack(run.model, run.optimizer, [])
+    named_tensors(run.model, run.optimizer, [])
     run.model.norm.weight = torch.nn.Parameter(run.model.norm.weight.detach())  # as a step given up leaves it
     with pytest.raises(AssertionError):
-        pack(run.model, run.optimizer, [])
+        named_tensors(run.model, run.optimizer, [])
 
 
 class Evil:

@@ -86,7 +86,7 @@ def _lines(study: Study, rows: Sequence[Row]) -> dict[str, list[tuple[Any, float
     return lines
 
 
-def plan(study: Study, bench: Bench) -> str:
+def costs(study: Study, bench: Bench) -> str:
     """What there is to run, and what it costs."""
     cells = study.cells(bench)
     lines = [f"{'cell':60} {'GPU-hours':>12}"]

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, Self
 import numpy as np
 
 from perceiver_ar import vocabulary
-from perceiver_ar.corpus import find_files, plan
+from perceiver_ar.corpus import find_files, parts_of
 from perceiver_ar.extras import need
 from perceiver_ar.preparing import Corpus, make_store
 from perceiver_ar.report import progress_bar
@@ -141,7 +141,7 @@ def prepare(
     asked = Shares(validation, test)
     files = find_files(_fetch(source, out, key), pattern)
     shares = left(files.values(), asked)
-    corpus = Corpus(plan(files, shares, to_the_byte=kind == "bytes"), key, shares)
+    corpus = Corpus(parts_of(files, shares, to_the_byte=kind == "bytes"), key, shares)
     size = 32_000 if vocab_size is None and kind in ("unigram", "bpe") else vocab_size
     store = make_store(corpus, out, kind, size, given, workers or os.cpu_count() or 1, _bar)
     shutil.rmtree(_spool(out), ignore_errors=True)
