@@ -21,7 +21,7 @@ GPU_SHAPES = [
     (1, 16, 1024, 1_048_576, 64),
 ]
 CPU_SHAPES = [(4, 8, 512, 4096, 32), (4, 8, 512, 512, 32), (1, 4, 1024, 16_384, 64)]
-"""B, H, N, M, K."""
+"""Each is B, H, N, M, K."""
 
 Kernel = Callable[..., Tensor]
 
@@ -34,7 +34,7 @@ def time_attention(device: torch.device, repeats: int) -> Iterator[Figure]:
 
 
 def kernels(device: torch.device, square: bool) -> dict[str, Kernel]:
-    """By name; flex attention only works with a mask."""
+    """Kernels by name; flex attention only works with a mask."""
     found: dict[str, Kernel] = {"chosen": attention.attend}
     if square:
         found["square"] = _open(attention._attend_square)

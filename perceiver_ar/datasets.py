@@ -31,12 +31,12 @@ class Dataset:
     prepare: str
     """How a store is made of it."""
     files: Callable[[Path], list[File]]
-    """Given a folder to work in."""
+    """Lists them, given a folder to work in."""
     archives: bool = True
     flat: bool = False
     """Put all that the archives hold in one folder."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """So that the names say which split a file is."""
+    """Other names of files, which say which split each is."""
 
 
 def _archive(url: str, size: int, sha256: str) -> File:
@@ -70,7 +70,7 @@ def _books(scratch: Path) -> list[File]:
 
 
 def _listed(prefix: str, scratch: Path) -> Iterator[File]:
-    """Page by page."""
+    """The files whose names begin like this, from a list that comes page by page."""
     page: str | None = ""
     while page is not None:
         query = urllib.parse.urlencode({"prefix": prefix, "pageToken": page} if page else {"prefix": prefix})
@@ -193,7 +193,7 @@ class _Stop(Exception):
 
 
 def _fetch_all(files: list[File], folder: Path, size: int) -> None:
-    """Several at a time; the first that fails, and Ctrl-C, end all."""
+    """Fetches several at a time; the first that fails, and Ctrl-C, end all."""
     done, lock, stopping = 0, threading.Lock(), threading.Event()
 
     def progress(count: int) -> None:

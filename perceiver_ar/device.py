@@ -37,7 +37,7 @@ def best_dtype(device: torch.device) -> torch.dtype:
 
 
 def dtype_for(precision: Precision, device: torch.device) -> torch.dtype:
-    """What is computed in: as asked; by default the best."""
+    """What is computed in: as asked; with auto, what is best on the device."""
     if precision == "auto":
         return best_dtype(device)
     return torch.bfloat16 if precision == "bf16" else torch.float32

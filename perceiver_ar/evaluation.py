@@ -27,7 +27,7 @@ from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window
 
 LATENTS, INPUTS, LOGITS = 2**14, 2**20, 2**28
-"""Of a batch whose size is not given, at most: enough to keep a GPU busy."""
+"""The most that a batch has of each where its size is not given: enough to keep a GPU busy."""
 _BOUNDS = 512 << np.arange(40)
 Item = TypeVar("Item")
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     """Places in a document that are scored together."""
 
     document: int
-    """Its number among those that are scored."""
+    """Number of the document among those that are scored."""
     places: range
 
 
@@ -48,7 +48,8 @@ class Totals:
     tokens: int = 0
     right: int | None = 0
     by_position: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Of the targets whose place in the document is below 512, 1,024, 2,048, ... and not below the last."""
+    """Nats and count of the targets below each place in the document, 512, 1,024, 2,048 ..., and not below
+    the one before."""
 
     def add(self, nats: Tensor, right: Tensor | None, places: Sequence[range]) -> None:
         """A batch: nats and hits (B, N), of which the last few of each row lie at these places."""
@@ -64,7 +65,7 @@ class Totals:
                 self.by_position[int(_BOUNDS[bound])] = total + float(inside.sum()), count + len(inside)
 
     def merged(self, other: "Totals") -> "Totals":
-        """Those of both."""
+        """The totals of both together."""
         right = None if self.right is None or other.right is None else self.right + other.right
         places = dict(self.by_position)
         for bound, (nats, count) in other.by_position.items():
@@ -187,13 +188,13 @@ def score(
 
 
 Scored = Iterator[tuple[Scores, list[Part]]]
-"""Batches, and the places that the last few of each row lie at."""
+"""Batches, and for each row the part of a document that its last few columns score."""
 
 
 def _in_windows(
     model: nn.Module, task: Task, documents: Iterable[Document], windowing: Windowing, ranks: Ranks
 ) -> Scored:
-    """Each window for itself."""
+    """Scores each window for itself."""
     device = next(model.parameters()).device
     found = (
         (window, Part(number, places))
@@ -212,7 +213,7 @@ def _in_windows(
 def _in_segments(
     model: nn.Module, task: Task, documents: Iterable[Document], windowing: Windowing, ranks: Ranks
 ) -> Scored:
-    """A few documents side by side, which end together, by segments with the memory of those before."""
+    """Scores a few documents side by side, which end together, in segments with the memory so far."""
     assert isinstance(model, TransformerXL)
     device, segment = next(model.parameters()).device, windowing.latents
     scored = (pair for pair in enumerate(documents) if pair[1].first < pair[1].stop)
@@ -243,7 +244,7 @@ def _in_segments(
 
 
 def _dealt(items: Iterator[Item], each: int, ranks: Ranks) -> Iterator[tuple[list[Item], list[Item]]]:
-    """What all ranks take at once, each so many, and what this one has of it: in the end perhaps nothing.
+    """The next items of all ranks together, and those of this rank: at the end perhaps none.
 
     Even then it must call the model, as often as they do: they may need its part of the weights.
     """
@@ -252,7 +253,7 @@ def _dealt(items: Iterator[Item], each: int, ranks: Ranks) -> Iterator[tuple[lis
 
 
 def _quietly() -> Any:
-    """Without gradients. Weights that ranks gather must not be marked as of no use to training."""
+    """Computes without gradients; weights that ranks gather must stay of use to training."""
     return torch.no_grad() if joined() else torch.inference_mode()
 
 

@@ -4,7 +4,7 @@ from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig
 
 
 def forward_flops(config: AnyModelConfig) -> float:
-    """Of one sequence: every matrix product of the plain model over the inputs that are not dropped.
+    """Operations of one sequence: every matrix product of the plain model over the inputs that are kept.
 
     Work that a fast path saves is counted all the same.
     """
@@ -34,5 +34,5 @@ def forward_flops(config: AnyModelConfig) -> float:
 
 
 def attention_flops(queries: int, keys: int, width: int) -> float:
-    """Of one causal attention: scores and weighted sums over the keys that each query sees."""
+    """Operations of one causal attention: scores and weighted sums over the keys that each query sees."""
     return 4 * queries * (keys - (queries - 1) / 2) * width

@@ -14,7 +14,7 @@ MAY_DIFFER_FROM_INIT = {
     *("context", "latents", "residual_dropout", "latent_dropout", "cross_dropout", "cross_dropout_scope"),
     *("segment", "memory", "evaluation_memory", "memory_dropout", "checkpoint_activations", "max_wavelength"),
 }
-"""Settings of a model that its weights do not depend on."""
+"""Settings of a model in which it may differ from the one that it starts from."""
 
 
 def start_from(

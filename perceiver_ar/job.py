@@ -56,13 +56,13 @@ class Job:
         return bool(self.received)
 
     def go_on(self, step: int) -> None:
-        """Says that this rank does. One alone stops here if it is asked to; several, after each step."""
+        """Tells the watch that this rank goes on. One alone stops here if asked; several, after each step."""
         self.watch.beat(step)
         if self.ranks.size == 1 and self.asked():
             raise Interrupted
 
     def go_on_together(self, step: int) -> None:
-        """The same where all ranks are at the same place: they stop if one of them is asked to."""
+        """The same where all ranks are at one place: all of them stop if one is asked to."""
         self.watch.beat(step)
         if self.ranks.any(self.asked()):
             raise Interrupted
@@ -96,7 +96,7 @@ class State:
     """Step of the last evaluation."""
     best: float = math.inf
     worse: int = 0
-    """Evaluations since the best."""
+    """How many evaluations there were since the best."""
 
     def checkpoint(self) -> Checkpoint:
         numbers = {key: getattr(self, key) for key in ("step", "micro", "evaluated", "worse")}

@@ -113,7 +113,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """All but a last one that is cut short, since the run goes on or was killed."""
+    """All lines but a last one that is cut short, since the run goes on or was killed."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -142,7 +142,7 @@ def _logger(name: str, folder: Path) -> tuple[Callable[[dict[str, Any]], Any], C
 
 
 def _scalars(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All but the step, those of an evaluation as validation/nats and so on."""
+    """All numbers but the step; those of an evaluation as validation/nats and so on."""
     for key, value in numbers.items():
         if isinstance(value, dict):
             yield from _scalars(value, f"{key}/")

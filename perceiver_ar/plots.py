@@ -59,7 +59,7 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Each with the mean of those round it, a fiftieth of all."""
+    """Each value as the mean of those round it, a fiftieth of all."""
     width = max(1, len(values) // 50) | 1
     padded = np.pad(values, width // 2, mode="edge")
     return np.convolve(padded, np.ones(width) / width, mode="valid")

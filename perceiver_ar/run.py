@@ -22,7 +22,7 @@ MAY_CHANGE_ON_RESUME = {
     *("checkpoint_every", "keep", "log_every", "evaluate_every", "patience", "logger"),
     *("parallel", "context_parallel", "timeout_minutes"),
 }
-"""Settings of training that alter the weights by rounding at most."""
+"""Settings of training that alter the weights by rounding at most, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, data: Data, init: str | Path | None, resume: bool) -> Self:
-        """As given; on resuming, as recorded where nothing is given."""
+        """The origin that is given; on resuming, the recorded one where nothing is given."""
         given = cls(as_mixture(data), None if init is None else str(Path(init).resolve()))
         if not (folder / "config.json").exists():
             return given
@@ -148,7 +148,7 @@ def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
 
 
 def export_packed(run: str | Path, folder: Path, bits: int) -> None:
-    """Writes a run's model alone, of so many bits a weight, and without saying where its data were."""
+    """Writes a run's model alone, with so many bits a weight, and without saying where its data were."""
     check_new(folder)
     model, task, _ = load(run, "cpu")
     about = read_sealed(model_folder(run) / "experiment.json")

@@ -44,14 +44,14 @@ class Source:
         return not self.stores or any(tokens)
 
     def seal(self) -> str | None:
-        """What changes when the tokens do."""
+        """A digest that changes when the tokens do."""
         if len(self.stores) < 2:
             return digest(self.stores[0].meta) if self.stores else None
         return digest({"stores": [store.meta for store in self.stores], "weights": list(self.weights)})
 
 
 def as_mixture(data: Data) -> dict[str, float]:
-    """Each store's folder and weight."""
+    """The folder of each store, and how much is drawn from it."""
     if not isinstance(data, Mapping):
         return {} if data is None else {str(Path(data).resolve()): 1.0}
     for folder, weight in data.items():

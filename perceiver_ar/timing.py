@@ -44,14 +44,14 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """The most memory of a GPU since then."""
+    """The most memory that was in use on a GPU since forget_peak, in GiB."""
     if device.type != "cuda":
         return None
     return float(f"{torch.cuda.max_memory_allocated(device) / 2**30:.4g}")
 
 
 def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[], None]:
-    """Forward, backward, and AdamW, fused on a GPU, in the precision of training.
+    """A step to be timed: forward, backward, and AdamW, fused on a GPU, in the precision of training.
 
     Transformer-XL is given its memory, as if the step before had left it.
     """

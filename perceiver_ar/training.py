@@ -101,7 +101,7 @@ def beginning(folder: Path, data: Data, init: str | Path | None, resume: bool) -
 def chosen(
     experiment: Experiment, origin: Origin, say: Callable[[str], None]
 ) -> tuple[Experiment, Source, dict[str, Tensor] | None]:
-    """What is trained, with the task of its data; those; and the weights to start from, if there are any."""
+    """The experiment with the task of its data; its data; and the weights to start from, if there are any."""
     experiment = as_stored(experiment, origin.data, say)
     source = open_source(experiment.task, experiment.options, origin.data)
     import_logger(experiment.train.logger)
@@ -165,7 +165,7 @@ def due_work_done(job: Job, run: State) -> bool:
 
 
 def batch_maker(job: Job, run: State) -> Callable[[int], Batch]:
-    """What makes the batch of a step."""
+    """A function that makes the batch of a step."""
     config, most = job.config, job.experiment.model.latents
 
     def make(step: int) -> Batch:
@@ -270,7 +270,7 @@ def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
 
 
 def training_loss(scores: Scores, config: TrainConfig) -> Tensor:
-    """Summed nats, smoothed, with the z-loss."""
+    """What training makes less: summed nats, smoothed, with the z-loss."""
     loss = scores.nats
     if config.label_smoothing:
         assert scores.uniform is not None
@@ -291,7 +291,7 @@ def room_for(what: str) -> Generator[None]:
 
 @contextmanager
 def repeatable(wanted: bool) -> Generator[None]:
-    """Only kernels that give the same bits every time, if that is wanted."""
+    """Uses only kernels that give the same bits every time, if that is wanted."""
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it

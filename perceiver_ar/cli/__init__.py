@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def end(why: str, status: int) -> NoReturn:
-    """With one sentence. Under torchrun the first process of a machine says it, and all are ended."""
+    """Ends with one sentence. Under torchrun the first process of a machine says it, and all are ended."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)  # by then it is over, unless this one alone is wrong
     print(f"perceiver-ar: {why}", file=sys.stderr, flush=True)

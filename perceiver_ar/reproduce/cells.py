@@ -37,7 +37,7 @@ class Ask:
 
     about: About = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of `evaluate`: latents, stride, context."""
+    """Arguments of `evaluate`: latents, stride, context."""
     paper: dict[str, float] = field(default_factory=dict)
     at: str = ""
     """The paper's own settings, where they are others."""
@@ -191,7 +191,7 @@ def finish(experiment: Experiment, data: Path | None, bench: Bench, documents: i
 
 
 def hours(experiment: Experiment) -> float:
-    """Of one H200 for a whole training."""
+    """Hours of one H200 that a whole training takes."""
     return plan(experiment).hours
 
 
@@ -210,7 +210,7 @@ def _of_steps(config: AnyModelConfig, batch: int, bench: Bench) -> dict[str, Any
 
 
 def steps_a_second(config: AnyModelConfig, batch: int, bench: Bench) -> Found:
-    """Of training, with its memory; None where that does not suffice. Timed once, and kept."""
+    """Speed and memory of training; None where memory does not suffice. Timed once, and kept."""
     kept = bench.runs.parent / "speeds" / f"{digest(_of_steps(config, batch, bench))[:16]}.json"
     if not kept.exists():
         found = _time_steps(config, batch, pick_device(bench.device))

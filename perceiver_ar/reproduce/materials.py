@@ -16,7 +16,7 @@ from perceiver_ar.tasks.image import ImageTask, Order
 from perceiver_ar.windows import Tokens
 
 SIZE, LEVELS, CODES = 8, 4, 16
-"""Of smoke's images and sounds."""
+"""Pixels of a side of smoke's images; codes of a frame of its sounds, and their values."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Data:
     find: Callable[[], Path | None]
     """Finds, or makes, the store when it is asked for."""
     seal: str
-    """What changes when the data do."""
+    """A text that changes when the data do."""
 
 
 NONE = Data(lambda: None, "none")
-"""Of tasks that make their own."""
+"""For tasks that make their own tokens."""
 
 
 def store(bench: Bench, task: str) -> Data:

@@ -50,7 +50,7 @@ class AudioTask(Task):
     weights: str = ""
     """The codec's name on the hub, or its folder; Lyra's lie beside a store and beside a model."""
     sha256: str = ""
-    """Of Lyra's."""
+    """Digest of Lyra's files."""
     loudness: float | None = field(default=-20.0, compare=False)
     """Loudness that recordings are brought to, dB."""
 
@@ -116,7 +116,7 @@ class AudioTask(Task):
         return Document(tokens, 1, len(tokens))
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        """Of a recording, perhaps only the first seconds."""
+        """A recording, or only its first seconds."""
         if keep is not None and keep < 1:
             raise ValueError(f"--keep must be at least 1 second, but is {keep}.")
         work = partial(codes_of, self.codec, self._source(), self.levels, self.loudness, keep)
@@ -139,7 +139,7 @@ class AudioTask(Task):
 
 
 def digest(folder: Path) -> str:
-    """Of Lyra's files; nothing if one is missing."""
+    """A digest of Lyra's files; empty if one is missing."""
     paths = [folder / name for name in Lyra.FILES]
     if not all(path.is_file() for path in paths):
         return ""

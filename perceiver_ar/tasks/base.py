@@ -43,7 +43,7 @@ class Task(Config):
         return self
 
     def files(self) -> dict[str, bytes]:
-        """Those files, which go wherever a model of the task goes."""
+        """The files that the task needs, which go wherever a model of it goes."""
         return {}
 
     def report(self, nats: float, tokens: int, counts: Mapping[str, int]) -> dict[str, float]:
@@ -58,11 +58,11 @@ class Task(Config):
         """Refuses a model that cannot learn the task."""
 
     def examples(self) -> Examples:
-        """Of training, where the task is synthetic."""
+        """The examples of training, where the task is synthetic."""
         raise NotImplementedError
 
     def documents(self, split: str) -> Sequence[Document]:
-        """Those to evaluate, where the task is synthetic."""
+        """The documents to evaluate, where the task is synthetic."""
         raise NotImplementedError
 
     def read(self, path: Path) -> Document:
@@ -134,7 +134,7 @@ class Task(Config):
 
 
 def beginning(tokens: Tokens, keep: int | None) -> Tokens:
-    """Of a prompt, its BOS and so many tokens; all of it where that is not said."""
+    """The BOS of a prompt and so many tokens; all of it where that is not said."""
     if keep is None:
         return tokens
     if keep < 1:

@@ -53,7 +53,7 @@ class CopyTask(Task):
 
     @functools.cached_property
     def base(self) -> int:
-        """Of the digits: the smallest that suffices, and odd, so that the mirror is one of the places."""
+        """Base of the digits: the smallest that suffices; odd, so that the mirror is one of the places."""
         base = 1
         while base**self.digits < self.length:
             base += 2
@@ -133,7 +133,7 @@ def _word(token: int) -> str:
 
 
 def mirrored(random: np.random.Generator, half: int, whole: bool) -> Tokens:
-    """So many tokens and their mirror image; the whole of a sequence begins with BOS, ends with EOS."""
+    """So many tokens and their mirror image; a whole sequence begins with BOS and ends with EOS."""
     first = random.integers(FIRST, FIRST + 256, size=half)
     tokens = np.concatenate((first, first[::-1]))
     if whole:
@@ -149,7 +149,7 @@ class CopyExamples:
         self.half = min(task.first_half, task.length // 2) if task.centred else task.length // 2
 
     def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
-        """All of a step end at the same place, so that none needs padding."""
+        """The windows of a step; all end at the same place, so that none needs padding."""
         random, middle = generator(seed, step), self.task.length // 2
         scored = min(latents, self.half)
         targets = crop_end(int(random.integers(crop_weight(self.half, scored))), self.half, scored)

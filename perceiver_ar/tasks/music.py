@@ -54,7 +54,7 @@ class MusicTask(Task):
         return Document(tokens, 1, len(tokens))
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        """Of a MIDI file, perhaps only the first seconds."""
+        """A MIDI file, or only its first seconds."""
         if keep is not None and keep < 0:
             raise ValueError(f"--keep must be at least 0 seconds, but is {keep}.")
         events = read_alone(encode_midi, path)
@@ -67,7 +67,7 @@ class MusicTask(Task):
         return 1024
 
     def count_for(self, seconds: float) -> int:
-        """More than any music has; so that what never lets time pass comes to an end."""
+        """More tokens than any music has, so that what never lets time pass comes to an end."""
         return math.ceil(400 * seconds)
 
     def seconds(self, tokens: Tokens) -> NDArray[np.float64]:
@@ -81,7 +81,7 @@ class MusicTask(Task):
             )
 
     def files_of(self, path: Path) -> list[Path]:
-        """Without a suffix, to be played, heard and seen."""
+        """The file itself; without a suffix three, to be played, heard and seen."""
         return [path] if path.suffix else [path.with_suffix(suffix) for suffix in (".mid", ".wav", ".png")]
 
     def save(self, tokens: Tokens, path: Path) -> None:

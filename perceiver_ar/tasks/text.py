@@ -37,7 +37,7 @@ class TextTask(Task):
     tokenizer: Kind = "bytes"
     """Which kind of tokens."""
     sha256: str = ""
-    """Of the tokenizer's file, if it has one."""
+    """Digest of the tokenizer's file, if it has one."""
 
     def at(self, folder: Path) -> Self:
         """With the vocabulary that lies there."""
