@@ -70,7 +70,7 @@ def time_generation(
 
 @torch.inference_mode()
 def refresh_seconds(model: PerceiverAR, given: Tensor) -> float:
-    """Of one refresh over the prompt (B, P)."""
+    """How long one refresh over the prompt (B, P) takes."""
     latents, held = model.config.latents, min(given.shape[1], model.config.context)
     places = torch.arange(held, device=given.device)[None, :, None]
     _, cache = prefill(model, given[:, -held:], places, (held, latents))

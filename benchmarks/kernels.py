@@ -9,7 +9,8 @@ from torch import Tensor
 from benchmarks.measure import Figure
 from perceiver_ar import attention, flash4, flex, parts
 from perceiver_ar.device import best_dtype
-from perceiver_ar.timing import attention_flops, forget_peak, peak_gib, time_repeatedly
+from perceiver_ar.flops import attention_flops
+from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly
 
 GPU_SHAPES = [
     (4, 16, 1024, 131_072, 64),
@@ -20,7 +21,7 @@ GPU_SHAPES = [
     (1, 16, 1024, 1_048_576, 64),
 ]
 CPU_SHAPES = [(4, 8, 512, 4096, 32), (4, 8, 512, 512, 32), (1, 4, 1024, 16_384, 64)]
-"""B, H, N, M, K."""
+"""Each is B, H, N, M, K."""
 
 Kernel = Callable[..., Tensor]
 
@@ -33,7 +34,7 @@ def time_attention(device: torch.device, repeats: int) -> Iterator[Figure]:
 
 
 def kernels(device: torch.device, square: bool) -> dict[str, Kernel]:
-    """By name; flex attention only works with a mask."""
+    """Kernels by name; flex attention only works with a mask."""
     found: dict[str, Kernel] = {"chosen": attention.attend}
     if square:
         found["square"] = _open(attention._attend_square)

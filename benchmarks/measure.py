@@ -73,7 +73,7 @@ def show_table(figures: list[Figure]) -> None:
 
 
 def rounded(x: float) -> float:
-    """Four digits."""
+    """The number to four digits."""
     return float(f"{x:.4g}")
 
 

@@ -16,8 +16,9 @@ from benchmarks.sizes import Size
 from perceiver_ar import PerceiverAR, attention
 from perceiver_ar.architectures import compile_blocks
 from perceiver_ar.embedding import InputEmbedding
+from perceiver_ar.flops import forward_flops
 from perceiver_ar.model import Block
-from perceiver_ar.timing import forget_peak, forward_flops, peak_gib, time_repeatedly, training_step
+from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly, training_step
 
 
 def time_training(

@@ -261,7 +261,9 @@ def disk_is_full(error: BaseException) -> bool:
     return full or any(said in str(error) for said in words)
 
 
-def pack(model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]) -> dict[str, Tensor]:
+def named_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]
+) -> dict[str, Tensor]:
     """Weights, their average, and the optimizer's state, by parameter name."""
     tensors: dict[str, Tensor] = {}
     state = local_part(optimizer).state
@@ -277,10 +279,10 @@ def pack(model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tenso
 
 
 @torch.no_grad()
-def unpack(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]) -> None:
-    """The reverse of pack, from a checkpoint and in place."""
+def fill(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]) -> None:
+    """The reverse of named_tensors, from a checkpoint and in place."""
     begin_state(optimizer)
-    wanted = {name: x.detach() for name, x in pack(model, optimizer, average).items()}
+    wanted = {name: x.detach() for name, x in named_tensors(model, optimizer, average).items()}
     missing = wanted.keys() - read_into(wanted, place)
     if missing:
         raise Damaged(f"{place} lacks {min(missing)}.")

@@ -65,7 +65,7 @@ def find_files(source: Path, pattern: str) -> dict[Path, str | None]:
     return found
 
 
-def plan(files: dict[Path, str | None], shares: Shares, to_the_byte: bool) -> list[list[Span]]:
+def parts_of(files: dict[Path, str | None], shares: Shares, to_the_byte: bool) -> list[list[Span]]:
     """All text in parts of about PART bytes each, in order; cut between words, or to the byte."""
     spans = list(_spans(files, shares, to_the_byte))
     if not spans:

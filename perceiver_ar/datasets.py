@@ -6,14 +6,14 @@ import shutil
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from perceiver_ar.fetching import File, fetch, read, unpack
 from perceiver_ar.report import progress_bar
+from perceiver_ar.sealed import locked
 from perceiver_ar.splits import SPLITS
 from perceiver_ar.store import check_new
 from perceiver_ar.strict import unknown
@@ -31,12 +31,12 @@ class Dataset:
     prepare: str
     """How a store is made of it."""
     files: Callable[[Path], list[File]]
-    """Given a folder to work in."""
+    """Lists them, given a folder to work in."""
     archives: bool = True
     flat: bool = False
     """Put all that the archives hold in one folder."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """So that the names say which split a file is."""
+    """Other names of files, which say which split each is."""
 
 
 def _archive(url: str, size: int, sha256: str) -> File:
@@ -70,7 +70,7 @@ def _books(scratch: Path) -> list[File]:
 
 
 def _listed(prefix: str, scratch: Path) -> Iterator[File]:
-    """Page by page."""
+    """The files whose names begin like this, from a list that comes page by page."""
     page: str | None = ""
     while page is not None:
         query = urllib.parse.urlencode({"prefix": prefix, "pageToken": page} if page else {"prefix": prefix})
@@ -168,7 +168,7 @@ def download(name: str, folder: Path) -> Path:
     print(f"{dataset.about}. Licence: {dataset.licence}.", file=sys.stderr)
     work = folder.with_name(f".{folder.name}.{name}.partial")
     work.mkdir(parents=True, exist_ok=True)
-    with _alone(work):
+    with locked(work / "lock", f"another download works in {work} already."):
         files = dataset.files(work)
         size = sum(file.size for file in files)
         _check_room(work, size * (2.2 if dataset.archives else 1))  # archives are unpacked beside themselves
@@ -178,20 +178,6 @@ def download(name: str, folder: Path) -> Path:
         whole.rename(folder)
         shutil.rmtree(work, ignore_errors=True)
     return folder
-
-
-@contextmanager
-def _alone(work: Path) -> Generator[None]:
-    """Refuses to work where another process does; a process that is gone is no matter."""
-    with (work / "lock").open("w") as lock:
-        if sys.platform != "win32":
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"another download works in {work} already.") from None
-        yield
 
 
 def _check_room(work: Path, size: float) -> None:
@@ -207,7 +193,7 @@ class _Stop(Exception):
 
 
 def _fetch_all(files: list[File], folder: Path, size: int) -> None:
-    """Several at a time; the first that fails, and Ctrl-C, end all."""
+    """Fetches several at a time; the first that fails, and Ctrl-C, end all."""
     done, lock, stopping = 0, threading.Lock(), threading.Event()
 
     def progress(count: int) -> None:

@@ -1,8 +1,11 @@
 """Which device to run on, and in which precision."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
+
+Precision = Literal["auto", "float32", "bf16"]
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -33,9 +36,16 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Computes in the best precision, from weights in float32."""
-    dtype = best_dtype(device)
+def dtype_for(precision: Precision, device: torch.device) -> torch.dtype:
+    """What is computed in: as asked; with auto, what is best on the device."""
+    if precision == "auto":
+        return best_dtype(device)
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def autocast(device: torch.device, precision: Precision = "auto") -> AbstractContextManager[object]:
+    """Computes in that precision, from weights in float32."""
+    dtype = dtype_for(precision, device)
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 

@@ -18,7 +18,8 @@ from perceiver_ar.decoder import Decoder
 from perceiver_ar.distributed import Ranks
 from perceiver_ar.generation import stream
 from perceiver_ar.report import progress_bar
-from perceiver_ar.tasks.base import EOS, PAD, Task
+from perceiver_ar.special import EOS, PAD
+from perceiver_ar.tasks.base import Task
 from perceiver_ar.windows import Tokens
 
 LONGEST = 3600

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window
 
 LATENTS, INPUTS, LOGITS = 2**14, 2**20, 2**28
-"""Of a batch whose size is not given, at most: enough to keep a GPU busy."""
+"""The most that a batch has of each where its size is not given: enough to keep a GPU busy."""
 _BOUNDS = 512 << np.arange(40)
 Item = TypeVar("Item")
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     """Places in a document that are scored together."""
 
     document: int
-    """Its number among those that are scored."""
+    """Number of the document among those that are scored."""
     places: range
 
 
@@ -48,7 +48,8 @@ class Totals:
     tokens: int = 0
     right: int | None = 0
     by_position: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Of the targets whose place in the document is below 512, 1,024, 2,048, ... and not below the last."""
+    """Nats and count of the targets below each place in the document, 512, 1,024, 2,048 ..., and not below
+    the one before."""
 
     def add(self, nats: Tensor, right: Tensor | None, places: Sequence[range]) -> None:
         """A batch: nats and hits (B, N), of which the last few of each row lie at these places."""
@@ -64,7 +65,7 @@ class Totals:
                 self.by_position[int(_BOUNDS[bound])] = total + float(inside.sum()), count + len(inside)
 
     def merged(self, other: "Totals") -> "Totals":
-        """Those of both."""
+        """The totals of both together."""
         right = None if self.right is None or other.right is None else self.right + other.right
         places = dict(self.by_position)
         for bound, (nats, count) in other.by_position.items():
@@ -105,9 +106,10 @@ def evaluate(
     Several ranks share the windows, and all report on all of them; progress is called in step.
     """
     ranks, totals = ranks or Ranks(), Totals()
+    windowing = Windowing.of(model, latents=latents, stride=stride, context=context, batch_size=batch_size)
     known = isinstance(documents, Documents)
     wanted = documents.targets if known else sum(document.stop - document.first for document in documents)
-    for nats, right, parts in score(model, task, documents, latents, stride, batch_size, context, ranks):
+    for nats, right, parts in score(model, task, documents, windowing, ranks):
         if parts:
             totals.add(nats, right, [part.places for part in parts])
         if progress is not None:
@@ -115,51 +117,66 @@ def evaluate(
     totals = functools.reduce(Totals.merged, ranks.gather(totals))
     if not totals.tokens:
         raise ValueError("there is nothing to evaluate: the documents hold no token that is scored.")
-    config: Any = model.config
-    reach = task.reach(config.context if context is None else context)
-    return totals.report(task, getattr(documents, "counts", {})) | reach
+    return totals.report(task, getattr(documents, "counts", {})) | task.reach(windowing.context)
+
+
+@dataclass(frozen=True)
+class Windowing:
+    """How documents are cut into windows, and how many of these are scored at once."""
+
+    latents: int
+    stride: int
+    context: int
+    batch_size: int
+    reads_on: bool
+    """Segments instead, each with the memory of all before it: Transformer-XL without a stride."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        latents: int | None = None,
+        stride: int | None = None,
+        context: int | None = None,
+        batch_size: int | None = None,
+    ) -> Self:
+        """As asked, if the model can do that; the rest by the defaults of `evaluate`."""
+        config: Any = model.config
+        reads_on = isinstance(model, TransformerXL) and stride is context is None
+        latents = config.check_latents(latents)
+        if context is not None:  # which may be shorter than what is usual
+            latents = min(latents, max(1, context))
+        stride = max(1, latents // 2) if stride is None else stride
+        if not 1 <= stride <= latents:
+            raise ValueError(f"stride must be from 1 to the {latents} latents, but is {stride}.")
+        context = config.context if context is None else context
+        if not 1 <= context <= config.context:
+            raise ValueError(f"context must be from 1 to {config.context}, but is {context}.")
+        if batch_size is None:
+            most = LATENTS // latents, INPUTS // context, LOGITS // (latents * config.vocab_size)
+            batch_size = 8 if reads_on else max(1, min(most))
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
+        return cls(latents, stride, context, batch_size, reads_on)
 
 
 def score(
     model: nn.Module,
     task: Task,
     documents: Iterable[Document],
-    latents: int | None,
-    stride: int | None,
-    batch_size: int | None,
-    context: int | None = None,
+    windowing: Windowing,
     ranks: Ranks | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None, list[Part]]]:
     """Batches of nats and hits (B, N), 0 but in its last columns, and the part that each row scores.
 
-    Without a stride, Transformer-XL reads on: each segment with the memory of all before it. Ranks have
-    different batches, but as many: some without parts, which count for nothing.
+    Ranks have different batches, but as many: some without parts, which count for nothing.
     """
-    config: Any = model.config
-    latents = config.check_latents(latents)
-    if context is not None:  # which may be shorter than what is usual
-        latents = min(latents, max(1, context))
-    reading_on = model if isinstance(model, TransformerXL) and stride is context is None else None
-    stride = max(1, latents // 2) if stride is None else stride
-    if not 1 <= stride <= latents:
-        raise ValueError(f"stride must be from 1 to the {latents} latents, but is {stride}.")
-    context = config.context if context is None else context
-    if not 1 <= context <= config.context:
-        raise ValueError(f"context must be from 1 to {config.context}, but is {context}.")
-    if batch_size is None:
-        most = LATENTS // latents, INPUTS // context, LOGITS // (latents * config.vocab_size)
-        batch_size = 8 if reading_on is not None else max(1, min(most))
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
-    training, before, ranks = model.training, None, ranks or Ranks()
-    batches = (
-        _in_segments(reading_on, task, documents, latents, batch_size, ranks)
-        if reading_on is not None
-        else _in_windows(model, task, documents, latents, stride, context, batch_size, ranks)
-    )
+    batches = _in_segments if windowing.reads_on else _in_windows
+    training, before = model.training, None
     model.eval()
     try:
-        for scores, parts in batches:
+        for scores, parts in batches(model, task, documents, windowing, ranks or Ranks()):
             fetched = _Fetched(scores.nats, scores.right), parts
             if before is not None:
                 yield *before[0].wait(), before[1]
@@ -171,28 +188,21 @@ def score(
 
 
 Scored = Iterator[tuple[Scores, list[Part]]]
-"""Batches, and the places that the last few of each row lie at."""
+"""Batches, and for each row the part of a document that its last few columns score."""
 
 
 def _in_windows(
-    model: nn.Module,
-    task: Task,
-    documents: Iterable[Document],
-    latents: int,
-    stride: int,
-    context: int,
-    batch_size: int,
-    ranks: Ranks,
+    model: nn.Module, task: Task, documents: Iterable[Document], windowing: Windowing, ranks: Ranks
 ) -> Scored:
-    """Each window for itself."""
+    """Scores each window for itself."""
     device = next(model.parameters()).device
     found = (
         (window, Part(number, places))
         for number, document in enumerate(documents)
-        for window, places in windows(document, context, stride)
+        for window, places in windows(document, windowing.context, windowing.stride)
     )
-    for chunk, here in _dealt(found, batch_size, ranks):
-        batch = collate([w for w, _ in here or chunk[:1]], latents, task).to(device)
+    for chunk, here in _dealt(found, windowing.batch_size, ranks):
+        batch = collate([w for w, _ in here or chunk[:1]], windowing.latents, task).to(device)
         with _quietly(), autocast(device):
             scores = model(
                 batch.inputs, positions=batch.positions, lengths=batch.lengths, targets=batch.targets
@@ -201,17 +211,13 @@ def _in_windows(
 
 
 def _in_segments(
-    model: TransformerXL,
-    task: Task,
-    documents: Iterable[Document],
-    segment: int,
-    batch_size: int,
-    ranks: Ranks,
+    model: nn.Module, task: Task, documents: Iterable[Document], windowing: Windowing, ranks: Ranks
 ) -> Scored:
-    """A few documents side by side, which end together, by segments with the memory of those before."""
-    device = next(model.parameters()).device
+    """Scores a few documents side by side, which end together, in segments with the memory so far."""
+    assert isinstance(model, TransformerXL)
+    device, segment = next(model.parameters()).device, windowing.latents
     scored = (pair for pair in enumerate(documents) if pair[1].first < pair[1].stop)
-    for chunk, here in _dealt(scored, batch_size, ranks):
+    for chunk, here in _dealt(scored, windowing.batch_size, ranks):
         wholes = [Window(d.tokens[: d.stop], 0, d.stop - d.first) for _, d in here or chunk[:1]]
         batch = collate(wholes, max(len(w.tokens) for w in wholes), task)
         inputs, longest = batch.inputs.shape[1], max(d.stop for _, d in chunk) - 1  # here, and of all ranks
@@ -238,7 +244,7 @@ def _in_segments(
 
 
 def _dealt(items: Iterator[Item], each: int, ranks: Ranks) -> Iterator[tuple[list[Item], list[Item]]]:
-    """What all ranks take at once, each so many, and what this one has of it: in the end perhaps nothing.
+    """The next items of all ranks together, and those of this rank: at the end perhaps none.
 
     Even then it must call the model, as often as they do: they may need its part of the weights.
     """
@@ -247,7 +253,7 @@ def _dealt(items: Iterator[Item], each: int, ranks: Ranks) -> Iterator[tuple[lis
 
 
 def _quietly() -> Any:
-    """Without gradients. Weights that ranks gather must not be marked as of no use to training."""
+    """Computes without gradients; weights that ranks gather must stay of use to training."""
     return torch.no_grad() if joined() else torch.inference_mode()
 
 

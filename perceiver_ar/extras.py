@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def need(module: str, extra: str) -> Any:
-    """The module, or a sentence that says how to get it."""
+def need(module: str, extra: str | None = None) -> Any:
+    """The module, or a sentence that says how to get it: with an extra of ours, or by itself."""
     try:
         return importlib.import_module(module)
     except ImportError:
         name = module.split(".")[0]
-        raise ValueError(f"this needs {name}: pip install 'perceiver-ar[{extra}]'") from None
+        source = name if extra is None else f"'perceiver-ar[{extra}]'"
+        raise ValueError(f"this needs {name}: pip install {source}") from None
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from perceiver_ar.captured import fastest
 from perceiver_ar.decoder import Decoder, Engine
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.sampling import Sampling, sample
-from perceiver_ar.tasks.base import PAD
+from perceiver_ar.special import PAD
 from perceiver_ar.windows import generator
 
 

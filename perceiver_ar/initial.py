@@ -7,12 +7,14 @@ from torch import Tensor
 
 from perceiver_ar.architectures import load_model
 from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, TransformerXLConfig
-from perceiver_ar.run import Origin, Source, check_tokens, load, meaning
+from perceiver_ar.run import Origin, inner_folder, load
+from perceiver_ar.source import Source, check_tokens, meaning
 
-FREE = {
+MAY_DIFFER_FROM_INIT = {
     *("context", "latents", "residual_dropout", "latent_dropout", "cross_dropout", "cross_dropout_scope"),
     *("segment", "memory", "evaluation_memory", "memory_dropout", "checkpoint_activations", "max_wavelength"),
 }
+"""Settings of a model in which it may differ from the one that it starts from."""
 
 
 def start_from(
@@ -24,7 +26,7 @@ def start_from(
     if origin.begun is not None:
         return replace(experiment, model=fit(origin.begun, experiment.model, "the run")), None
     path = Path(origin.init)
-    inner = path / "model" if (path / "model").is_dir() else path
+    inner = inner_folder(path)
     if (inner / "experiment.json").exists():
         trained, task, _ = load(inner, "cpu")
         check_tokens(source.stores, meaning(task.name, task.to_dict()), str(path))
@@ -39,7 +41,7 @@ def fit(trained: AnyModelConfig, wanted: AnyModelConfig, name: str) -> AnyModelC
     if type(trained) is not type(wanted):
         raise ValueError(f"{name} is a model of another kind than the preset's: choose a preset of its kind.")
     for key, value in trained.to_dict().items():
-        if key in FREE or getattr(wanted, key) == value:
+        if key in MAY_DIFFER_FROM_INIT or getattr(wanted, key) == value:
             continue
         asked = getattr(wanted, key)
         if key == "vocab_size":

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from perceiver_ar.architectures import build, compile_blocks
-from perceiver_ar.checkpoint import STATE, Checkpoint, Keeper, pack, unpack
+from perceiver_ar.checkpoint import STATE, Checkpoint, Keeper, fill, named_tensors
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.decoder import Decoder
-from perceiver_ar.device import best_dtype
+from perceiver_ar.device import dtype_for
 from perceiver_ar.distributed import Ranks, launch, spread
 from perceiver_ar.metrics import Metrics
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.optim import make_optimizer
-from perceiver_ar.run import Data, Source
 from perceiver_ar.sealed import read_sealed
+from perceiver_ar.source import Data, Source
 from perceiver_ar.watch import Watch
 from perceiver_ar.windows import Examples
 
@@ -56,13 +56,13 @@ class Job:
         return bool(self.received)
 
     def go_on(self, step: int) -> None:
-        """Says that this rank does. One alone stops here if it is asked to; several, after each step."""
+        """Tells the watch that this rank goes on. One alone stops here if asked; several, after each step."""
         self.watch.beat(step)
         if self.ranks.size == 1 and self.asked():
             raise Interrupted
 
     def go_on_together(self, step: int) -> None:
-        """The same where all ranks are at the same place: they stop if one of them is asked to."""
+        """The same where all ranks are at one place: all of them stop if one is asked to."""
         self.watch.beat(step)
         if self.ranks.any(self.asked()):
             raise Interrupted
@@ -96,16 +96,16 @@ class State:
     """Step of the last evaluation."""
     best: float = math.inf
     worse: int = 0
-    """Evaluations since the best."""
+    """How many evaluations there were since the best."""
 
     def checkpoint(self) -> Checkpoint:
         numbers = {key: getattr(self, key) for key in ("step", "micro", "evaluated", "worse")}
         best = None if math.isinf(self.best) else self.best
         state = {**numbers, "best": best, "ranks": self.others.size, "examples": self.examples.state}
-        return Checkpoint(pack(self.model, self.optimizer, self.average), state)
+        return Checkpoint(named_tensors(self.model, self.optimizer, self.average), state)
 
     def restore(self, place: Path) -> None:
-        unpack(place, self.model, self.optimizer, self.average)
+        fill(place, self.model, self.optimizer, self.average)
         saved = read_sealed(place / STATE)
         for key in ("step", "evaluated", "worse"):
             setattr(self, key, saved[key])
@@ -152,11 +152,18 @@ def make_state(
     average = [p.detach().clone() for p in model.parameters()] if config.ema else []
     examples = source.examples(experiment.model.context)
     micro = min(config.micro_batch_size or config.batch_size, config.batch_size // others.size)
-    return State(model, called, make_optimizer(model, config, ranks), average, examples, micro, others)
+    return State(
+        model=model,
+        spread=called,
+        optimizer=make_optimizer(model, config, ranks),
+        average=average,
+        examples=examples,
+        micro=micro,
+        others=others,
+    )
 
 
 def sent_as(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """What sharded weights and gradients are rounded to: bf16 on GPUs that compute in it."""
-    if device.type != "cuda" or config.precision == "float32":
-        return None
-    return torch.bfloat16 if config.precision == "bf16" else best_dtype(device)
+    """What sharded weights and gradients are rounded to, if they are: what a GPU computes in."""
+    rounded = device.type == "cuda" and config.precision != "float32"
+    return dtype_for(config.precision, device) if rounded else None

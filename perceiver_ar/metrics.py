@@ -101,6 +101,22 @@ def forget_after(path: Path, start: int) -> None:
     write_whole(path, "".join(kept).encode())
 
 
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run that has begun: it holds no {path.name}.")
+    lines = whole_lines(path)
+    if not any("loss" in line for line in lines):
+        raise ValueError(f"{run} has logged no step yet.")
+    return lines
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines but a last one that is cut short, since the run goes on or was killed."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
 def import_logger(name: str) -> Any:
     """The logger's module, or None; called before a run begins, so that a missing one is said at once."""
     if name == "none":
@@ -126,7 +142,7 @@ def _logger(name: str, folder: Path) -> tuple[Callable[[dict[str, Any]], Any], C
 
 
 def _scalars(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All but the step, those of an evaluation as validation/nats and so on."""
+    """All numbers but the step; those of an evaluation as validation/nats and so on."""
     for key, value in numbers.items():
         if isinstance(value, dict):
             yield from _scalars(value, f"{key}/")

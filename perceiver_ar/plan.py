@@ -8,19 +8,19 @@ from typing import Any
 
 from perceiver_ar.architectures import parameter_count
 from perceiver_ar.config import AnyModelConfig, Experiment, ModelConfig, Parallel, TransformerXLConfig
+from perceiver_ar.flops import attention_flops, forward_flops
 from perceiver_ar.strict import unknown
-from perceiver_ar.timing import attention_flops, forward_flops
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What it does in bf16, in units of 10^9: bytes it holds, products and bytes a second, bytes sent."""
+    """What a GPU does in bf16, in units of 10^9: bytes it holds; operations and bytes a second."""
 
     memory: float
     products: float
     bandwidth: float
     link: float
-    """To the others of its machine."""
+    """Bytes a second to the other GPUs of its machine."""
 
 
 # The H200's are measured (benchmarks/RESULTS.md); others have the same share of what their makers say.
@@ -58,17 +58,17 @@ class Plan:
     steps: int
     parameters: int
     step_flops: float
-    """Of all GPUs."""
+    """Operations of a step, on all GPUs."""
     rows: int
-    """Sequences that one has."""
+    """Sequences of a step that one GPU has."""
     sequences: int
-    """That it takes at once."""
+    """How many of them it takes at once."""
     room: float
-    """Bytes that one has."""
+    """Bytes of memory that one GPU has."""
     memory: dict[str, float]
-    """Bytes of one, by part."""
+    """Bytes that one GPU needs, by part."""
     seconds: dict[str, float]
-    """Of a step, by part."""
+    """How long a step takes, by part."""
     hours: float
     advice: list[str]
     """What to change where it does not fit."""
@@ -97,7 +97,7 @@ def _listed(parts: dict[str, float], unit: float) -> str:
 
 
 def plan(experiment: Experiment, gpu: str = "h200", gpus: int = 1) -> Plan:
-    """Of a training with compiled blocks, and FlashAttention 4 where there is one."""
+    """The cost of a training with compiled blocks, and FlashAttention 4 where there is one."""
     if gpu not in GPUS:
         raise ValueError(unknown("GPU", gpu, sorted(GPUS)))
     model, train = experiment.model, experiment.train
@@ -116,18 +116,18 @@ def plan(experiment: Experiment, gpu: str = "h200", gpus: int = 1) -> Plan:
     memory = _memory(experiment, at_once, gpus)
     seconds = _seconds(experiment, GPUS[gpu], here, gpus)
     return Plan(
-        gpus,
-        train.batch_size,
-        train.steps,
-        parameter_count(model),
-        3 * forward_flops(model) * train.batch_size,
-        here,
-        at_once,
-        GPUS[gpu].memory * 1e9,
-        memory,
-        seconds,
-        sum(seconds.values()) * train.steps / 3600,
-        _advice(experiment, GPUS[gpu], memory, at_once, gpus),
+        gpus=gpus,
+        batch=train.batch_size,
+        steps=train.steps,
+        parameters=parameter_count(model),
+        step_flops=3 * forward_flops(model) * train.batch_size,
+        rows=here,
+        sequences=at_once,
+        room=GPUS[gpu].memory * 1e9,
+        memory=memory,
+        seconds=seconds,
+        hours=sum(seconds.values()) * train.steps / 3600,
+        advice=_advice(experiment, GPUS[gpu], memory, at_once, gpus),
     )
 
 
@@ -197,13 +197,13 @@ def _memory(experiment: Experiment, sequences: int, gpus: int) -> dict[str, floa
 
 
 def _shares(parallel: str, gpus: int) -> tuple[float, float]:
-    """Of the optimizer's state, and of weights and gradients, on one GPU."""
+    """Which share of the optimizer's state, and of weights and gradients, one GPU holds."""
     within = min(gpus, 8) if parallel == "hybrid" else gpus
     return 1.0 if parallel == "ddp" else 1 / within, 1 / within if parallel in ("fsdp", "hybrid") else 1.0
 
 
 def _seconds(experiment: Experiment, gpu: Gpu, sequences: int, gpus: int) -> dict[str, float]:
-    """Of a step, by part."""
+    """How long a step takes, by part."""
     config, train = experiment.model, experiment.train
     work, parameters = _work(config, train.context_parallel), parameter_count(config)
     again = 1 + config.checkpoint_activations / 3

@@ -1,31 +1,27 @@
 """Pictures of losses: by step of training, and by position in the document."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from perceiver_ar.extras import need
+from perceiver_ar.metrics import read_metrics
+
 
 def check_picture(path: Path) -> None:
     """Refuses, before any work is done, what cannot be drawn or written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a plot needs matplotlib: pip install matplotlib") from None
+    known = need("matplotlib.figure").Figure().canvas.get_supported_filetypes()
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for the plot.")
-    known = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise ValueError(f"a plot is written to .png, .svg or .pdf, not to {path}.")
 
 
 def new_figure(**labels: str) -> tuple[Any, Any]:
     """A picture, and the axes to draw on."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = need("matplotlib.figure").Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.set(**labels)
     return figure, axes
@@ -62,24 +58,8 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{run} is not a run that has begun: it holds no {path.name}.")
-    lines = whole_lines(path)
-    if not any("loss" in line for line in lines):
-        raise ValueError(f"{run} has logged no step yet.")
-    return lines
-
-
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """All but a last one that is cut short, since the run goes on or was killed."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Each with the mean of those round it, a fiftieth of all."""
+    """Each value as the mean of those round it, a fiftieth of all."""
     width = max(1, len(values) // 50) | 1
     padded = np.pad(values, width // 2, mode="edge")
     return np.convolve(padded, np.ones(width) / width, mode="valid")

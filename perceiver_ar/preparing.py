@@ -19,9 +19,9 @@ import numpy as np
 from perceiver_ar import vocabulary
 from perceiver_ar.corpus import Span, read
 from perceiver_ar.sealed import digest, write_whole
+from perceiver_ar.special import BOS, EOS
 from perceiver_ar.splits import SPLITS, Shares
 from perceiver_ar.store import Store, smallest_dtype, write_store
-from perceiver_ar.tasks.base import BOS, EOS
 from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, Words
 from perceiver_ar.windows import Tokens
 from perceiver_ar.workers import Done, Lost, each

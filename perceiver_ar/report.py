@@ -1,17 +1,12 @@
-"""What a person sees: a bar while work is done, files that were skipped, and tables."""
+"""What a person sees: a bar while work is done, and tables."""
 
-import os
-import sys
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-
-from perceiver_ar.workers import each
 
 
 @contextmanager
@@ -21,35 +16,6 @@ def progress_bar(shown: bool, what: str) -> Generator[Callable[[int, int], None]
     with Progress(console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
         task = progress.add_task(what)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)
-
-
-def readable(
-    read: Callable[[Path], Any], files: Collection[Path], workers: int | None, seconds: float = 60
-) -> Iterator[tuple[Path, Any]]:
-    """Each file with what was read of it, in any order; those that cannot be read are named and counted."""
-    skipped = 0
-    with progress_bar(True, "reading") as moved:
-        results = each(read, files, workers or os.cpu_count() or 1, seconds)
-        for done, (path, value, error) in enumerate(results, 1):
-            if error is None:
-                yield path, value
-            else:
-                skipped += 1
-                named = str(error).startswith(str(path))
-                print(f"skipped {error}" if named else f"skipped {path}: {error}", file=sys.stderr)
-            moved(done, len(files))
-    if skipped:
-        print(f"{skipped} of {len(files)} files were skipped.", file=sys.stderr)
-
-
-def read_alone(read: Callable[[Path], Any], path: Path, seconds: float = 60) -> Any:
-    """What is read of one file, in a process of its own: some readers crash on damaged files."""
-    if not path.is_file():
-        raise ValueError(f"{path} is a folder: give a file." if path.is_dir() else f"{path} does not exist.")
-    (done,) = each(read, [path], 1, seconds)
-    if done.error is not None:
-        raise ValueError(f"{path} cannot be used: {done.error}")
-    return done.value
 
 
 def show(report: dict[str, Any], sample: str | None) -> None:

@@ -1,8 +1,10 @@
-"""JSON files that carry their own checksum, written beside and renamed, so never half or altered."""
+"""JSON files that carry their own checksum, written beside and renamed, so never half or altered; locks."""
 
 import hashlib
 import json
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,21 @@ def write_whole(path: Path, data: bytes | memoryview) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+
+
+@contextmanager
+def locked(path: Path, refusal: str) -> Generator[None]:
+    """Refuses to go on while another process holds this lock; where the system can tell."""
+    with path.open("w") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(refusal) from None
+        except (ImportError, OSError):  # Windows, or a file system without locks
+            pass
+        yield
 
 
 def digest(data: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""How long work takes, how much memory, and how much arithmetic it is."""
+"""How long work takes, and how much memory."""
 
 import gc
 import time
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from perceiver_ar.baselines import TransformerXL
-from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import autocast
 
@@ -45,14 +44,14 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """The most memory of a GPU since then."""
+    """The most memory that was in use on a GPU since forget_peak, in GiB."""
     if device.type != "cuda":
         return None
     return float(f"{torch.cuda.max_memory_allocated(device) / 2**30:.4g}")
 
 
 def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[], None]:
-    """Forward, backward, and AdamW, fused on a GPU, in the precision of training.
+    """A step to be timed: forward, backward, and AdamW, fused on a GPU, in the precision of training.
 
     Transformer-XL is given its memory, as if the step before had left it.
     """
@@ -72,38 +71,3 @@ def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[
         optimizer.zero_grad()
 
     return step
-
-
-def forward_flops(config: AnyModelConfig) -> float:
-    """Of one sequence: every matrix product of the plain model over the inputs that are not dropped.
-
-    Work that a fast path saves is counted all the same.
-    """
-    latents, width = config.latents, config.channels
-    inside = 12 * latents * width**2  # query, key, value, output, and an MLP four times as wide
-    logits = latents * width * config.vocab_size
-    if isinstance(config, ModelConfig):
-        wide = config.input_width
-        dropped = config.cross_dropout if config.cross_dropout_scope != "latents" else 0.0
-        inputs = latents + round((config.context - latents) * (1 - dropped))
-        mapped = 3 * latents * width * wide  # the queries' inputs, queries, output
-        cross = 2 * inputs * wide**2 + mapped + 8 * latents * width**2
-        seen = attention_flops(latents, inputs, wide) + config.layers * attention_flops(
-            latents, latents, width
-        )
-        return 2 * (cross + config.layers * inside + logits) + seen
-    if isinstance(config, TransformerConfig):
-        return 2 * (config.layers * inside + logits) + config.layers * attention_flops(
-            latents, latents, width
-        )
-    # Keys and values of the memory too, and of all distances; the scores of the latter are not causal.
-    keys = latents + config.memory
-    more = 2 * config.memory * width**2 + keys * width**2 + latents * keys * width
-    return 2 * (config.layers * (inside + more) + logits) + config.layers * attention_flops(
-        latents, keys, width
-    )
-
-
-def attention_flops(queries: int, keys: int, width: int) -> float:
-    """Of one causal attention: scores and weighted sums over the keys that each query sees."""
-    return 4 * queries * (keys - (queries - 1) / 2) * width

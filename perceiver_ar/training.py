@@ -8,7 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,8 @@ from perceiver_ar.job import Interrupted, Job, NotFinite, State, make_state
 from perceiver_ar.keeping import evaluate_step, keep, keep_last
 from perceiver_ar.metrics import Metrics, import_logger
 from perceiver_ar.optim import learning_rate, update_average
-from perceiver_ar.run import (
-    Data,
-    Origin,
-    Source,
-    as_stored,
-    begin,
-    begun_by,
-    kept_from_others,
-    open_source,
-    settle,
-)
+from perceiver_ar.run import Origin, begin, begun_by, kept_from_others
+from perceiver_ar.source import Data, Source, as_stored, open_source, settle
 from perceiver_ar.watch import Watch
 from perceiver_ar.windows import generator
 
@@ -83,8 +74,20 @@ def train(
         keeper = held.enter_context(Keeper(folder / "checkpoints", experiment.train.keep, ranks))
         for note in notes:
             metrics.say(note)
-        about = experiment, source, origin.data, folder, where
-        loop(Job(*about, metrics, received, ranks, keeper, watch, launcher), run)
+        job = Job(
+            experiment=experiment,
+            source=source,
+            data=origin.data,
+            folder=folder,
+            device=where,
+            metrics=metrics,
+            received=received,
+            ranks=ranks,
+            keeper=keeper,
+            watch=watch,
+            launcher=launcher,
+        )
+        loop(job, run)
         signals = [number for numbers in ranks.gather(received) for number in numbers]
     return {"run": str(folder), "step": run.step, "signal": next(iter(signals), None)}
 
@@ -98,7 +101,7 @@ def beginning(folder: Path, data: Data, init: str | Path | None, resume: bool) -
 def chosen(
     experiment: Experiment, origin: Origin, say: Callable[[str], None]
 ) -> tuple[Experiment, Source, dict[str, Tensor] | None]:
-    """What is trained, with the task of its data; those; and the weights to start from, if there are any."""
+    """The experiment with the task of its data; its data; and the weights to start from, if there are any."""
     experiment = as_stored(experiment, origin.data, say)
     source = open_source(experiment.task, experiment.options, origin.data)
     import_logger(experiment.train.logger)
@@ -162,7 +165,7 @@ def due_work_done(job: Job, run: State) -> bool:
 
 
 def batch_maker(job: Job, run: State) -> Callable[[int], Batch]:
-    """What makes the batch of a step."""
+    """A function that makes the batch of a step."""
     config, most = job.config, job.experiment.model.latents
 
     def make(step: int) -> Batch:
@@ -251,7 +254,7 @@ def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
         stop = min(start + run.micro, rows.stop)
         part = batch.rows(start, stop).to(device)
         with alone(run.spread, stop < rows.stop):
-            with precision(config, device):
+            with autocast(device, config.precision):
                 scores = run.spread(
                     part.inputs,
                     positions=part.positions,
@@ -267,18 +270,12 @@ def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
 
 
 def training_loss(scores: Scores, config: TrainConfig) -> Tensor:
-    """Summed nats, smoothed, with the z-loss."""
+    """What training makes less: summed nats, smoothed, with the z-loss."""
     loss = scores.nats
     if config.label_smoothing:
         assert scores.uniform is not None
         loss = loss + config.label_smoothing * (scores.uniform - loss)
     return (loss + config.z_loss * scores.log_z.square()).sum()
-
-
-def precision(config: TrainConfig, device: torch.device) -> Any:
-    if config.precision == "bf16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext() if config.precision == "float32" else autocast(device)
 
 
 @contextmanager
@@ -294,7 +291,7 @@ def room_for(what: str) -> Generator[None]:
 
 @contextmanager
 def repeatable(wanted: bool) -> Generator[None]:
-    """Only kernels that give the same bits every time, if that is wanted."""
+    """Uses only kernels that give the same bits every time, if that is wanted."""
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it

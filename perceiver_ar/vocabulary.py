@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from perceiver_ar.extras import need
-from perceiver_ar.tasks.base import FIRST
+from perceiver_ar.special import FIRST
 from perceiver_ar.windows import Tokens
 
 Kind = Literal["bytes", "unigram", "bpe", "words", "tokenizers"]

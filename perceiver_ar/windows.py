@@ -24,11 +24,11 @@ class Examples(Protocol):
     """Where the windows of training come from."""
 
     def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
-        """Those of one step, the same whenever they are asked for."""
+        """The windows of one step, the same whenever they are asked for."""
         ...
 
     def learned(self, nats: float) -> str | None:
-        """Told the mean loss of every step; says so when the examples change because of it."""
+        """Called with the mean loss of every step; says so when the examples change because of it."""
         ...
 
     @property

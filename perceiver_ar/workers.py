@@ -44,7 +44,7 @@ class _Worker:
             self.pipe.send(item)
 
     def result(self) -> Done:
-        """Once there is one, or the process is gone, or too slow."""
+        """What came of the item: called once there is an answer, or the process is gone, or too slow."""
         if self.pipe.poll():
             with suppress(EOFError, ConnectionResetError):
                 return Done(self.item, *self.pipe.recv())
@@ -70,7 +70,7 @@ def _without_main(work: Callable[..., Any]) -> Generator[None]:
 
 
 def _serve(pipe: Connection, work: Callable[[Any], Any], threads: int) -> None:
-    """Ends with the parent, even in the middle of an item; whose Ctrl-C is not its own."""
+    """Does the items of the pipe; ends with the parent, even in the middle of one, and ignores Ctrl-C."""
     if "torch" in sys.modules:  # which would take all cores in each process
         sys.modules["torch"].set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perceiver_ar import codecs, presets
-from perceiver_ar.run import open_source
 from perceiver_ar.sound import at_level, read_sound, write_spectrogram, write_wav
+from perceiver_ar.source import open_source
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.tasks import audio
 from perceiver_ar.tasks.audio import AudioTask, prepare
-from perceiver_ar.tasks.base import BOS, FIRST
 from tests.forked import run
 from tests.mutants import outcomes
 

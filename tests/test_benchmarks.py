@@ -25,8 +25,9 @@ from perceiver_ar import (
     build,
     train,
 )
+from perceiver_ar.flops import forward_flops
 from perceiver_ar.store import write_store
-from perceiver_ar.timing import forward_flops, time_repeatedly
+from perceiver_ar.timing import time_repeatedly
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -26,6 +26,7 @@ import pytest
 from perceiver_ar import cli, datasets, fetching
 from perceiver_ar.datasets import DATASETS, download
 from perceiver_ar.fetching import File, fetch, unpack
+from perceiver_ar.sealed import locked
 from perceiver_ar.store import Store
 from perceiver_ar.tasks import image, music, text
 
@@ -175,7 +176,7 @@ def test_two_downloads_do_not_work_in_one_place(
     serve(server, monkeypatch, "enwik8", {"enwik8": b"x" * 100})
     (tmp_path / ".wiki.enwik8.partial").mkdir()
     with (
-        datasets._alone(tmp_path / ".wiki.enwik8.partial"),
+        locked(tmp_path / ".wiki.enwik8.partial/lock", ""),
         pytest.raises(ValueError, match="another download works in"),
     ):
         download("enwik8", tmp_path / "wiki")

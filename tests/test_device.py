@@ -37,3 +37,5 @@ def test_bf16_is_used_only_where_the_hardware_has_it(monkeypatch: pytest.MonkeyP
         chosen = autocast(torch.device("cuda"))
         assert isinstance(chosen, nullcontext) if wanted is None else chosen == wanted
     assert isinstance(autocast(torch.device("cpu")), nullcontext)
+    assert autocast(torch.device("cpu"), "bf16") == ("cpu", torch.bfloat16)
+    assert isinstance(autocast(torch.device("cuda"), "float32"), nullcontext)

@@ -26,7 +26,7 @@ from perceiver_ar.checkpoint import Keeper, checkpoints, share
 from perceiver_ar.config import AnyModelConfig, TransformerXLConfig
 from perceiver_ar.distributed import Ranks, join, shard, whole
 from perceiver_ar.model import Seen, _own_part
-from perceiver_ar.run import open_source
+from perceiver_ar.source import open_source
 from perceiver_ar.tasks.tokens import prepare
 from perceiver_ar.training import make_state
 from perceiver_ar.watch import Watch

@@ -13,7 +13,7 @@ from perceiver_ar import ModelConfig, PerceiverAR, evaluate, evaluation
 from perceiver_ar.baselines import TransformerXL
 from perceiver_ar.config import TransformerXLConfig
 from perceiver_ar.data import collate
-from perceiver_ar.evaluation import Documents, score, windows
+from perceiver_ar.evaluation import Documents, Windowing, score, windows
 from perceiver_ar.store import write_store
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.copy import CopyTask
@@ -85,12 +85,13 @@ def test_by_default_as_many_windows_go_together_as_have_so_many_latents_and_inpu
     monkeypatch.setattr(evaluation, "INPUTS", 5 * M)
     for latents, most, rows in ((6, 18, 3), (3, 18, 5), (6, 5, 1)):
         monkeypatch.setattr(evaluation, "LATENTS", most)
-        found = [len(parts) for _, _, parts in score(model, TokensTask(), whole, latents, 3, None)]
+        windowing = Windowing.of(model, latents=latents, stride=3)
+        found = [len(parts) for _, _, parts in score(model, TokensTask(), whole, windowing)]
         assert found[:-1] == [rows] * (len(found) - 1)
         assert len(found) > 2
     monkeypatch.setattr(evaluation, "LATENTS", 100)
     monkeypatch.setattr(evaluation, "LOGITS", 12 * V)
-    assert len(next(score(model, TokensTask(), whole, 3, 3, None))[2]) == 4
+    assert Windowing.of(model, latents=3, stride=3).batch_size == 4
 
 
 @pytest.mark.parametrize("latents", [N, 3, 9])
@@ -141,7 +142,7 @@ def test_each_row_says_whose_it_is(reading_on: bool) -> None:
     torch.nn.init.normal_(next(xl.output.parameters()))
     model = xl if reading_on else make()
     sums = np.zeros(len(documents()))
-    for nats, _, parts in score(model, TokensTask(), documents(), None, None, batch_size=3):
+    for nats, _, parts in score(model, TokensTask(), documents(), Windowing.of(model, batch_size=3)):
         np.add.at(sums, [part.document for part in parts], nats.sum(1).numpy())
     alone = [evaluate(model, TokensTask(), [document]) for document in documents()]
     assert sums == pytest.approx([report["nats"] * report["tokens"] for report in alone], rel=1e-5)

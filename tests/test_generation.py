@@ -16,7 +16,7 @@ from perceiver_ar import ModelConfig, PerceiverAR, generate, stream
 from perceiver_ar.caching import Cache, prefill, read, refresh, step
 from perceiver_ar.interop.official import from_params
 from perceiver_ar.sampling import Sampling, sample
-from perceiver_ar.tasks.base import PAD
+from perceiver_ar.special import PAD
 from tests.test_model import POSITIONS, QUERIES, V, make
 from tests.test_official import load, params_of
 

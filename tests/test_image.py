@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from perceiver_ar.run import open_source
+from perceiver_ar.source import open_source
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.store import Store
-from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.image import ImageTask, prepare, read_picture
 from tests.forked import run
 from tests.test_official import load as load_fixture
@@ -212,4 +212,6 @@ def test_images_are_trained_evaluated_drawn_and_completed(tmp_path: Path) -> Non
     completed = np.asarray(Image.open(tmp_path / "rest.png"))
     assert np.array_equal(completed[:5], pixels(8, 0)[:5])
     assert not np.array_equal(completed[5:], pixels(8, 0)[5:])
+    options = ("--prompt-file", str(source / "00.png"), "--keep", "0", "--out", str(tmp_path / "new.png"))
+    assert run("generate", folder, *options).returncode == 0  # no row of it: as without a picture
     assert run("generate", folder).returncode == 2  # no text: where to?

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from perceiver_ar import ModelConfig, PerceiverAR, evaluate, generate, presets
-from perceiver_ar.run import export, load, open_source
+from perceiver_ar.run import export, load
+from perceiver_ar.source import open_source
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.text import prepare
 

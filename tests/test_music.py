@@ -16,9 +16,9 @@ from perceiver_ar.distributed import Ranks
 from perceiver_ar.drawing import draw
 from perceiver_ar.midi import EVENTS, Notes, decode, encode, encode_midi, fold_pedal, quantize
 from perceiver_ar.run import export
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.audio import AudioTask
-from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.music import MusicTask, prepare, stretched, transposed
 from tests.forked import run
@@ -217,7 +217,7 @@ def folder_of_pieces(folder: Path, count: int = 12) -> Path:
 
 
 def test_augmentation_follows_seed_and_step_and_spares_the_store(tmp_path: Path) -> None:
-    from perceiver_ar.run import open_source
+    from perceiver_ar.source import open_source
 
     prepare(folder_of_pieces(tmp_path / "a"), tmp_path / "s", workers=1)
     plain = open_source("music", {}, tmp_path / "s").examples(64)
@@ -282,6 +282,8 @@ def test_a_prompt_is_the_first_seconds_of_a_piece(tmp_path: Path) -> None:
     whole, five = (MusicTask().prompt_file(tmp_path / "a.mid", keep) for keep in (None, 5))
     assert np.array_equal(whole[: len(five)], five)
     assert len(decode(five[1:] - FIRST)) == (notes.start <= 500).sum()
+    with pytest.raises(ValueError, match="--keep must be at least 0 seconds, but is -1"):
+        MusicTask().prompt_file(tmp_path / "a.mid", -1)
 
 
 def test_damaged_files_never_take_the_process_with_them(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from perceiver_ar import ModelConfig, PerceiverAR, presets
 from perceiver_ar.packed import SCALE, pack, unpack
 from perceiver_ar.pretrained import WEIGHTS, save_packed
-from perceiver_ar.run import export, load
-from perceiver_ar.run import pack as pack_run
+from perceiver_ar.run import export, export_packed, load
 from perceiver_ar.tasks.copy import CopyTask
 from tests.forked import run
 
@@ -122,5 +121,5 @@ def test_a_run_is_packed_for_every_command_and_tells_no_paths(tmp_path: Path) ->
         (tmp_path / "new", 1, "not 1"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            pack_run(tmp_path / "run", folder, bits)
+            export_packed(tmp_path / "run", folder, bits)
     assert not (tmp_path / "new").exists()

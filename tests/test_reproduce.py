@@ -19,7 +19,7 @@ from perceiver_ar.cli import main
 from perceiver_ar.reproduce import STUDIES, Bench, Row, caching, cells, get, run
 from perceiver_ar.reproduce.beside import learn_all
 from perceiver_ar.reproduce.materials import reordered
-from perceiver_ar.reproduce.page import plan, table, write_page
+from perceiver_ar.reproduce.page import costs, table, write_page
 from perceiver_ar.reproduce.study import Cell, Study, means
 from perceiver_ar.store import Store, write_store
 from perceiver_ar.tasks.image import ImageTask
@@ -138,7 +138,7 @@ def test_a_training_that_fails_beside_others_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_each_study_has_a_plan_at_the_paper_s_size(name: str, tmp_path: Path) -> None:
-    words = plan(get(name), Bench("paper", tmp_path, Path("store")))
+    words = costs(get(name), Bench("paper", tmp_path, Path("store")))
     assert f"reproduce {name} --scale paper" in words
 
 

@@ -17,8 +17,8 @@ from PIL import Image
 from perceiver_ar import midi, tasks
 from perceiver_ar.data import collate
 from perceiver_ar.evaluation import windows
-from perceiver_ar.run import open_source
-from perceiver_ar.tasks.base import BOS, FIRST
+from perceiver_ar.source import open_source
+from perceiver_ar.special import BOS, FIRST
 from tests.forked import run
 from tests.test_audio import save_codec
 from tests.test_music import piece

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from perceiver_ar import corpus, evaluate, presets, splits, tasks, train, vocabulary
 from perceiver_ar.config import Experiment, ModelConfig, TrainConfig
-from perceiver_ar.run import load, open_source
+from perceiver_ar.run import load
+from perceiver_ar.source import open_source
+from perceiver_ar.special import BOS, EOS
 from perceiver_ar.store import Store
-from perceiver_ar.tasks.base import BOS, EOS
 from perceiver_ar.tasks.text import TextTask, prepare
 from perceiver_ar.vocabulary import Bytes, Pieces, TokenizerFile, Vocabulary, Words
 from tests.forked import run
@@ -312,7 +313,7 @@ def test_a_binary_line_without_an_end_fits_in_memory_by_parts(
 ) -> None:
     monkeypatch.setattr(corpus, "PART", 1000)
     source = write(tmp_path / "a", x_txt="é" * 5000) / "x.txt"
-    parts = corpus.plan(corpus.find_files(source, "*"), splits.Shares(0, 0), to_the_byte=False)
+    parts = corpus.parts_of(corpus.find_files(source, "*"), splits.Shares(0, 0), to_the_byte=False)
     assert max(span.size for part in parts for span in part) <= 1003
     assert texts(make(source, tmp_path / "s", validation=0), "train") == ["é".encode() * 5000]
 

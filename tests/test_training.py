@@ -26,13 +26,14 @@ import perceiver_ar.checkpoint as checkpoint_module
 import perceiver_ar.keeping as keeping_module
 import perceiver_ar.training as training_module
 from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, presets, train
-from perceiver_ar.checkpoint import checkpoints, pack
+from perceiver_ar.checkpoint import checkpoints, named_tensors
 from perceiver_ar.data import Crops
 from perceiver_ar.distributed import Ranks
 from perceiver_ar.layers import Linear
 from perceiver_ar.optim import begin_state, learning_rate
-from perceiver_ar.run import kept_from_others, open_source
+from perceiver_ar.run import kept_from_others
 from perceiver_ar.sealed import Damaged, file_digest, read_sealed, write_sealed
+from perceiver_ar.source import open_source
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.tokens import TokensTask, prepare
@@ -400,10 +401,10 @@ def test_a_run_by_muon_is_resumed_bit_for_bit_and_needs_whole_matrices(tmp_path:
 def test_an_optimizer_that_knows_other_weights_is_not_packed() -> None:
     run = make_state(small(), open_source("copy", {"length": 16}, None), torch.device("cpu"), None, Ranks())
     begin_state(run.optimizer)
-    pack(run.model, run.optimizer, [])
+    named_tensors(run.model, run.optimizer, [])
     run.model.norm.weight = torch.nn.Parameter(run.model.norm.weight.detach())  # as a step given up leaves it
     with pytest.raises(AssertionError):
-        pack(run.model, run.optimizer, [])
+        named_tensors(run.model, run.optimizer, [])
 
 
 class Evil:
@@ -869,12 +870,6 @@ def test_what_is_copied_has_the_mirrored_digits(length: int, digits: int, base: 
     task.positions(np.arange(-1, length + 5))  # beside them, any will do
     # What follows place p, a copy, stands at length - 2 - p.
     assert (places[: length - 1] + places[length - 2 :: -1] == base - 1).all()
-
-
-def test_runs_of_before_there_were_digits_are_read() -> None:
-    assert CopyTask.from_dict({"length": 16, "columns": 0}) == CopyTask(length=16)
-    with pytest.raises(ValueError, match="'columns' is not a setting"):
-        CopyTask.from_dict({"length": 16, "columns": 5})
 
 
 def test_digits_of_a_copy_are_learned_as_axes(tmp_path: Path) -> None:

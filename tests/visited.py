@@ -19,8 +19,8 @@ from perceiver_ar import ModelConfig, build, presets, tasks
 from perceiver_ar.config import TransformerConfig
 from perceiver_ar.run import export
 from perceiver_ar.sealed import write_sealed
+from perceiver_ar.special import BOS
 from perceiver_ar.store import write_store
-from perceiver_ar.tasks.base import BOS
 from tests.test_audio import save_codec
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -11,9 +11,9 @@ import tyro
 from perceiver_ar.cli.drawing import generate, playground
 from perceiver_ar.cli.scoring import evaluate, plot, score
 from perceiver_ar.cli.sharing import convert, export, pack
-from perceiver_ar.cli.stores import download, prepare, prepare_task
+from perceiver_ar.cli.stores import download, prepare
 from perceiver_ar.cli.studies import reproduce
-from perceiver_ar.cli.training import plan, plan_preset, show_presets, train, train_preset
+from perceiver_ar.cli.training import plan, show_presets, train
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "presets": show_presets,
@@ -31,15 +31,15 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": reproduce,
     "convert": convert,
 }
-OWN = {"prepare": prepare_task, "train": train_preset, "plan": plan_preset}
-"""Those whose options follow from their first argument."""
+OWN = {"prepare", "train", "plan"}
+"""Those whose options follow from their first argument, and which read their arguments themselves."""
 
 
 def main() -> None:
     """Runs a command; a user's mistake ends with one sentence and status 2."""
     try:
         if sys.argv[1:2] and sys.argv[1] in OWN:
-            OWN[sys.argv[1]](sys.argv[2:])
+            COMMANDS[sys.argv[1]](sys.argv[2:])
         else:
             tyro.extras.subcommand_cli_from_dict(
                 COMMANDS,
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def end(why: str, status: int) -> NoReturn:
-    """With one sentence. Under torchrun the first process of a machine says it, and all are ended."""
+    """Ends with one sentence. Under torchrun the first process of a machine says it, and all are ended."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)  # by then it is over, unless this one alone is wrong
     print(f"perceiver-ar: {why}", file=sys.stderr, flush=True)

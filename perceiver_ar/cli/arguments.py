@@ -1,5 +1,7 @@
 """Arguments that several commands have."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,3 +13,11 @@ Device = Annotated[str, tyro.conf.arg(help="auto, cpu, cuda, cuda:1, mps ...")]
 
 PATIENCE = 10.0
 """Minutes after which processes of which none goes on are ended."""
+
+
+def first_of(arguments: list[str], usage: Callable[[], str]) -> str:
+    """The name that a command's options follow from; without one, says how it is used, and ends."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0]
+    print(usage())
+    sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)

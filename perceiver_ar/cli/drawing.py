@@ -61,8 +61,6 @@ def generate(
         raise ValueError("give --prompt or --prompt-file, not both.")
     if keep is not None and prompt_file is None:
         raise ValueError("--keep says how much of a --prompt-file is taken: give one.")
-    if keep is not None and keep < 1:
-        raise ValueError(f"--keep must be at least 1, but is {keep}.")
     ranks, where = join(device, minutes=24 * 60)  # one may have to wait for much longer samples
     model, task, _ = load(run, str(where))
     model = model.to(best_dtype(where))

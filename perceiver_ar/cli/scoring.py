@@ -47,7 +47,8 @@ def evaluate(
     from perceiver_ar.plots import check_picture, draw_positions
     from perceiver_ar.quantized import quantize
     from perceiver_ar.report import progress_bar, show
-    from perceiver_ar.run import check_vocabulary, load, open_source
+    from perceiver_ar.run import load
+    from perceiver_ar.source import check_vocabulary, open_source
     from perceiver_ar.watch import Watch
 
     if plot is not None:
@@ -108,7 +109,7 @@ def score(
         stride: Targets between windows. Default: half the latents.
     """
     from perceiver_ar.device import pick_device
-    from perceiver_ar.evaluation import score
+    from perceiver_ar.evaluation import Windowing, score
     from perceiver_ar.run import load
 
     model, task, _ = load(run, str(pick_device(device)))
@@ -118,7 +119,8 @@ def score(
     if document.tokens.max() >= model.config.vocab_size:
         raise ValueError(f"{file} holds tokens that the model does not know.")
     nats: list[float] = []
-    for batch, _, parts in score(model, task, [document], latents, stride, 8):
+    windowing = Windowing.of(model, latents=latents, stride=stride, batch_size=8)
+    for batch, _, parts in score(model, task, [document], windowing):
         for row, part in zip(batch.float().cpu(), parts, strict=True):
             nats += row[len(row) - len(part.places) :].tolist()
     if as_json:

@@ -31,9 +31,9 @@ def pack(run: Run, folder: Annotated[Path, tyro.conf.Positional], bits: int = 6)
         bits: Of each weight: 2 to 8. `evaluate FOLDER --data STORE` tells what they cost.
     """
     from perceiver_ar.pretrained import WEIGHTS
-    from perceiver_ar.run import model_folder, pack
+    from perceiver_ar.run import export_packed, model_folder
 
-    pack(run, folder, bits)
+    export_packed(run, folder, bits)
     before, after = ((place / WEIGHTS).stat().st_size / 1e6 for place in (model_folder(run), folder))
     print(f"{folder}: {after:,.1f} MB instead of {before:,.1f}.")
 

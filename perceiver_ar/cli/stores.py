@@ -1,10 +1,11 @@
 """Commands that get data: download and prepare."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+
+from perceiver_ar.cli.arguments import first_of
 
 
 def download(
@@ -31,23 +32,21 @@ def download(
     print(f"{folder} is there. Next: {datasets.DATASETS[name].prepare.replace('DIR', str(folder))}")
 
 
-def prepare(task: Annotated[str, tyro.conf.Positional]) -> None:
+def prepare(arguments: list[str]) -> None:
     """Turn raw files into a token store: `perceiver-ar prepare TASK --help`."""
-    raise AssertionError("run by prepare_task, which knows the task's own settings")
-
-
-def prepare_task(arguments: list[str]) -> None:
-    """The settings are those of the task's own function."""
     from perceiver_ar import tasks
 
-    if not arguments or arguments[0].startswith("-"):
-        print(f"usage: perceiver-ar prepare {'|'.join(tasks.prepared())} SOURCE --out DIR")
-        print("`perceiver-ar prepare text --help` lists all settings.")
-        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+    task = first_of(
+        arguments,
+        lambda: (
+            f"usage: perceiver-ar prepare {'|'.join(tasks.prepared())} SOURCE --out DIR\n"
+            "`perceiver-ar prepare text --help` lists all settings."
+        ),
+    )
     store = tyro.cli(
-        tasks.preparer(arguments[0]),
+        tasks.preparer(task),  # whose settings are the options
         args=arguments[1:],
-        prog=f"perceiver-ar prepare {arguments[0]}",
+        prog=f"perceiver-ar prepare {task}",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     for name, split in store.meta["splits"].items():

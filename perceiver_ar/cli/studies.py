@@ -42,7 +42,7 @@ def reproduce(
         page: That page.
     """
     from perceiver_ar import reproduce as studies
-    from perceiver_ar.reproduce.page import plan, table, write_page
+    from perceiver_ar.reproduce.page import costs, table, write_page
 
     if report:
         if name is not None:
@@ -69,7 +69,7 @@ def reproduce(
         folder, shared = (named, named.parent) if all or out is None else (out, None)
         bench = studies.Bench(scale, folder, data, seeds, device, shared)
         if scale == "paper" and cell is None:
-            print(plan(study, bench))
+            print(costs(study, bench))
             continue
         results = studies.run(study, bench, cell, lambda line: print(line, file=sys.stderr, flush=True), jobs)
         print(table([studies.Row(**row) for row in results["rows"]]))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from perceiver_ar.cli.arguments import Device, Json
+from perceiver_ar.cli.arguments import Device, Json, first_of
 from perceiver_ar.config import Experiment
 
 FIRST = ("tiny", "small")
@@ -60,20 +60,16 @@ def as_chosen(experiment: Experiment, chosen: Any) -> Experiment:
     return replace(experiment, model=chosen.model, train=chosen.train, options=options)
 
 
-def train(preset: Annotated[str, tyro.conf.Positional]) -> None:
+def train(arguments: list[str]) -> None:
     """Train a preset, with any of its settings changed: `perceiver-ar train PRESET --help`."""
-    raise AssertionError("run by train_preset, which knows the preset's own settings")
-
-
-def train_preset(arguments: list[str]) -> None:
-    """The settings of the preset are the defaults of the options."""
-    if not arguments or arguments[0].startswith("-"):
-        print(
-            "usage: perceiver-ar train PRESET [--data DIR] [--out RUN] [--model.latents 512 ...] [--resume]"
-        )
-        print("`perceiver-ar presets` lists the presets, `perceiver-ar train PRESET --help` all settings.")
-        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
-    experiment, fields = preset_fields(arguments[0])
+    preset = first_of(
+        arguments,
+        lambda: (
+            "usage: perceiver-ar train PRESET [--data DIR] [--out RUN] [--model.latents 512 ...] [--resume]\n"
+            "`perceiver-ar presets` lists the presets, `perceiver-ar train PRESET --help` all settings."
+        ),
+    )
+    experiment, fields = preset_fields(preset)
     fields += [
         ("data", Annotated[tuple[Path, ...], tyro.conf.arg(help="Token stores made by `prepare`.")], ()),
         (
@@ -88,7 +84,7 @@ def train_preset(arguments: list[str]) -> None:
     ]
     kind = make_dataclass("Train", fields, frozen=True)
     chosen: Any = tyro.cli(
-        kind, args=arguments[1:], prog=f"perceiver-ar train {arguments[0]}", description="Train a model."
+        kind, args=arguments[1:], prog=f"perceiver-ar train {preset}", description="Train a model."
     )
     from perceiver_ar.distributed import leave, restarts
     from perceiver_ar.training import train
@@ -106,19 +102,15 @@ def train_preset(arguments: list[str]) -> None:
         sys.exit(128 + result["signal"])
 
 
-def plan(preset: Annotated[str, tyro.conf.Positional]) -> None:
+def plan(arguments: list[str]) -> None:
     """Say what training a preset would cost: `perceiver-ar plan PRESET --gpus 8 --gpu h200`."""
-    raise AssertionError("run by plan_preset, which knows the preset's own settings")
-
-
-def plan_preset(arguments: list[str]) -> None:
-    """The settings of the preset are the defaults of the options, as in training."""
-    if not arguments or arguments[0].startswith("-"):
-        print("usage: perceiver-ar plan PRESET [--gpus 8] [--gpu h200] [--train.batch-size 64 ...]")
-        sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+    preset = first_of(
+        arguments,
+        lambda: "usage: perceiver-ar plan PRESET [--gpus 8] [--gpu h200] [--train.batch-size 64 ...]",
+    )
     from perceiver_ar.plan import GPUS, plan
 
-    experiment, fields = preset_fields(arguments[0])
+    experiment, fields = preset_fields(preset)
     fields += [
         ("gpus", Annotated[int, tyro.conf.arg(help="How many.")], 1),
         ("gpu", Annotated[str, tyro.conf.arg(help=f"Which: {', '.join(GPUS)}.")], "h200"),
@@ -128,7 +120,7 @@ def plan_preset(arguments: list[str]) -> None:
     chosen: Any = tyro.cli(
         kind,
         args=arguments[1:],
-        prog=f"perceiver-ar plan {arguments[0]}",
+        prog=f"perceiver-ar plan {preset}",
         description="What training it would cost. The sums fit one H200 within 15 %; no other GPU was tried.",
     )
     found = plan(as_chosen(experiment, chosen), chosen.gpu, chosen.gpus)

@@ -17,7 +17,7 @@ from perceiver_ar.caching import Cache, check_forgetting, prefill, step
 from perceiver_ar.config import FORMAT_VERSION, ModelConfig
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.pretrained import WEIGHTS, check_types
-from perceiver_ar.tasks.base import BOS, EOS, PAD
+from perceiver_ar.special import BOS, EOS, PAD
 
 NAMES = tuple(f.name for f in fields(ModelConfig))
 

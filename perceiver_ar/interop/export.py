@@ -9,8 +9,8 @@ import perceiver_ar
 from perceiver_ar.architectures import parameter_count
 from perceiver_ar.checkpoint import write_folder
 from perceiver_ar.extras import need
+from perceiver_ar.metrics import whole_lines
 from perceiver_ar.model import PerceiverAR
-from perceiver_ar.plots import whole_lines
 from perceiver_ar.pretrained import WEIGHTS
 from perceiver_ar.run import load, model_folder
 from perceiver_ar.sealed import file_digest, read_sealed, write_sealed

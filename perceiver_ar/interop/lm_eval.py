@@ -8,11 +8,12 @@ import torch
 from tqdm import tqdm
 
 from perceiver_ar.device import pick_device
-from perceiver_ar.evaluation import score
+from perceiver_ar.evaluation import Windowing, score
 from perceiver_ar.extras import need
 from perceiver_ar.generation import stream
 from perceiver_ar.run import load
-from perceiver_ar.tasks.base import BOS, EOS, FIRST, PAD, Document
+from perceiver_ar.special import BOS, EOS, FIRST, PAD
+from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.text import TextTask
 
 try:
@@ -95,7 +96,10 @@ class PerceiverARLM(TemplateLM):
         nats, right = np.zeros(len(documents)), np.zeros(len(documents), dtype=int)
         tokens = sum(document.stop - document.first for document in documents)
         ordered = [documents[i] for i in order]
-        batches = score(self.model, self.task, ordered, self.latents, self.stride, self.batch_size)
+        windowing = Windowing.of(
+            self.model, latents=self.latents, stride=self.stride, batch_size=self.batch_size
+        )
+        batches = score(self.model, self.task, ordered, windowing)
         with tqdm(total=tokens, desc="Scoring tokens", disable=quiet) as bar:
             for scores, hits, parts in batches:
                 rows = [order[part.document] for part in parts]

@@ -7,7 +7,7 @@ import numpy as np
 from transformers import AddedToken, PreTrainedTokenizer
 
 from perceiver_ar import vocabulary
-from perceiver_ar.tasks.base import BOS, EOS, FIRST, PAD
+from perceiver_ar.special import BOS, EOS, FIRST, PAD
 from perceiver_ar.vocabulary import FILES, Kind, TokenizerFile, Vocabulary
 
 SPECIAL = {PAD: "<|pad|>", EOS: "<|eos|>", BOS: "<|bos|>"}

@@ -26,7 +26,8 @@ from perceiver_ar.playground.gaze import explained, gaze
 from perceiver_ar.playground.pace import tokens_per_second
 from perceiver_ar.playground.shown import Shown
 from perceiver_ar.playground.views import Sample, View
-from perceiver_ar.tasks.base import PAD, Task
+from perceiver_ar.special import PAD
+from perceiver_ar.tasks.base import Task
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.image import ImageTask
 from perceiver_ar.windows import Tokens

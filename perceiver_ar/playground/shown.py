@@ -8,8 +8,9 @@ from perceiver_ar import tasks
 from perceiver_ar.config import Experiment, ModelConfig
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import best_dtype, pick_device
-from perceiver_ar.run import load, model_folder, open_source
+from perceiver_ar.run import load, model_folder
 from perceiver_ar.sealed import read_sealed
+from perceiver_ar.source import open_source
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens
 

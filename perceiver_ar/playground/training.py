@@ -5,9 +5,9 @@ from typing import Any
 import gradio as gr
 import pandas as pd
 
+from perceiver_ar.metrics import read_metrics
 from perceiver_ar.playground.acts import ONE_BY_ONE, Acts, Wish, told
 from perceiver_ar.playground.shown import Shown
-from perceiver_ar.plots import read_metrics
 
 POINTS = 600
 """Of a curve at most."""

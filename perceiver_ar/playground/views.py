@@ -11,8 +11,9 @@ from PIL import Image
 
 from perceiver_ar import midi
 from perceiver_ar.playground import html
+from perceiver_ar.special import FIRST
 from perceiver_ar.tasks.audio import AudioTask
-from perceiver_ar.tasks.base import FIRST, Task
+from perceiver_ar.tasks.base import Task
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.image import PICTURES, ImageTask
 from perceiver_ar.tasks.tokens import TokensTask

@@ -132,7 +132,7 @@ def _compared(
 
 
 def _rival(bench: Bench, model: AnyModelConfig) -> TransformerXLConfig:
-    """Of the same width; its depth will change. Dropout as in the paper, at smaller scales as the other's."""
+    """One as wide, whose depth will change. Dropout as in the paper, at smaller scales as the other's."""
     sizes: dict[str, Any] = {
         "paper": {"memory_dropout": 0.25},
         "small": {"segment": 512, "memory": 192, "evaluation_memory": 800},
@@ -187,14 +187,14 @@ def _longer_is_better(rows: list[Row], scale: Scale) -> bool:
 
 
 def _no_gain_beyond_2048(rows: list[Row], scale: Scale) -> bool:
-    """Within a hundredth; and at the paper's size, as good as its."""
+    """Whether both are within a hundredth; and at the paper's size, as good as the paper's."""
     found = {row.about["context"]: _found(row) for row in rows}
     same = abs(found[4096] - found[2048]) < 0.01 * found[2048]
     return same and (scale != "paper" or found[2048] < 45.95)
 
 
 def _as_good_as_transformer_xl(rows: list[Row], scale: Scale) -> bool | None:
-    """Which is run at the paper's size alone."""
+    """Whether ours is as good as the other, which is run at the paper's size alone."""
     rivals = [_found(row) for row in rows if row.about.get("model") == "Transformer-XL"]
     ours = [row for row in rows if row.about.get("model") == "Perceiver AR"]
     if not rivals:
@@ -203,7 +203,7 @@ def _as_good_as_transformer_xl(rows: list[Row], scale: Scale) -> bool | None:
 
 
 def _shorter_strides_are_better(rows: list[Row], scale: Scale) -> bool:
-    """The shortest than the longest, at every context."""
+    """Whether the shortest stride is better than the longest, at every context."""
     for context in {row.about["context"] for row in rows}:
         found = sorted((row.about["stride"], _found(row)) for row in rows if row.about["context"] == context)
         if found[0][1] >= found[-1][1]:
@@ -212,7 +212,7 @@ def _shorter_strides_are_better(rows: list[Row], scale: Scale) -> bool:
 
 
 def _ours_is_better(rows: list[Row], scale: Scale) -> bool | None:
-    """At every pace, and every context; where steps/s are more than a tenth apart, nothing is shown."""
+    """Whether ours is, at every pace and context; None where steps/s are more than a tenth apart."""
     theirs = {row.about["pace"]: row for row in rows if row.about["model"] == "Transformer-XL"}
     pairs = [(row, theirs[row.about["pace"]]) for row in rows if row.about["model"] == "Perceiver AR"]
     rates = [[row.found["steps/s"] or 0.0 for row in pair] for pair in pairs]

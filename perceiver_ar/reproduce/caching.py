@@ -152,7 +152,7 @@ def _kept_on(
 
 
 def _caching_pays(rows: list[Row], scale: Scale) -> bool:
-    """At batch 1 and 16, by more than half; and refreshing is better than not to."""
+    """Whether it does at batch 1 and 16, by more than half; and refreshing is better than not to."""
     times = {
         (row.about["batch"], row.about["mode"]): row.found["ms/step"] or 0.0
         for row in rows

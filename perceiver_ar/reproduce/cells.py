@@ -19,8 +19,9 @@ from perceiver_ar.evaluation import evaluate
 from perceiver_ar.plan import plan
 from perceiver_ar.reproduce.materials import NONE, Data
 from perceiver_ar.reproduce.study import About, Bench, Cell, Found, Row
-from perceiver_ar.run import load, open_source
+from perceiver_ar.run import load
 from perceiver_ar.sealed import digest, write_whole
+from perceiver_ar.source import open_source
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly, training_step
@@ -36,7 +37,7 @@ class Ask:
 
     about: About = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of `evaluate`: latents, stride, context."""
+    """Arguments of `evaluate`: latents, stride, context."""
     paper: dict[str, float] = field(default_factory=dict)
     at: str = ""
     """The paper's own settings, where they are others."""
@@ -190,7 +191,7 @@ def finish(experiment: Experiment, data: Path | None, bench: Bench, documents: i
 
 
 def hours(experiment: Experiment) -> float:
-    """Of one H200 for a whole training."""
+    """Hours of one H200 that a whole training takes."""
     return plan(experiment).hours
 
 
@@ -209,7 +210,7 @@ def _of_steps(config: AnyModelConfig, batch: int, bench: Bench) -> dict[str, Any
 
 
 def steps_a_second(config: AnyModelConfig, batch: int, bench: Bench) -> Found:
-    """Of training, with its memory; None where that does not suffice. Timed once, and kept."""
+    """Speed and memory of training; None where memory does not suffice. Timed once, and kept."""
     kept = bench.runs.parent / "speeds" / f"{digest(_of_steps(config, batch, bench))[:16]}.json"
     if not kept.exists():
         found = _time_steps(config, batch, pick_device(bench.device))

@@ -90,12 +90,12 @@ def _targets(bench: Bench) -> list[Cell]:
 
 
 def _all_copied(rows: list[Row], scale: Scale) -> bool:
-    """At the paper's length."""
+    """Whether all is copied, up to the paper's length."""
     return all(row.found["accuracy"] == 1 for row in rows if float(row.about["length"]) <= 131_072)
 
 
 def _more_targets_converge(rows: list[Row], scale: Scale) -> bool:
-    """All but the one with the fewest of both, for every seed."""
+    """Whether all converge but the one with the fewest of both, for every seed."""
     first, *others = sorted(rows, key=lambda row: (row.about["latents"], row.about["batch"]))
     return first.found["converged"] == 0 and all(row.found["converged"] == 1 for row in others)
 

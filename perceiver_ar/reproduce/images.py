@@ -117,7 +117,7 @@ def _by_latents(bench: Bench) -> list[Cell]:
 
 
 def _minutes(found: Trained, ask: Ask, place: Path) -> Found:
-    """To draw one image."""
+    """How long one image takes to draw."""
     return {"minutes": drawn(found, int(ask.about["latents"]), 1)[1]}
 
 
@@ -163,7 +163,7 @@ def _order_matters_for_short_contexts(rows: list[Row], scale: Scale) -> bool:
 
 
 def _as_good_as_the_paper_s(rows: list[Row], scale: Scale) -> bool | None:
-    """Other images cannot show it."""
+    """Whether bits a byte are as few as the paper's; None on other images, which cannot show it."""
     return (rows[0].found["bits/dim"] or 99) < 3.405 if scale == "paper" else None
 
 

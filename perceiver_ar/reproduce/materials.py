@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from perceiver_ar.reproduce.study import Bench
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.store import Split, Store, write_store
 from perceiver_ar.tasks.audio import AudioTask
-from perceiver_ar.tasks.base import BOS, FIRST
 from perceiver_ar.tasks.image import ImageTask, Order
 from perceiver_ar.windows import Tokens
 
 SIZE, LEVELS, CODES = 8, 4, 16
-"""Of smoke's images and sounds."""
+"""Pixels of a side of smoke's images; codes of a frame of its sounds, and their values."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Data:
     find: Callable[[], Path | None]
     """Finds, or makes, the store when it is asked for."""
     seal: str
-    """What changes when the data do."""
+    """A text that changes when the data do."""
 
 
 NONE = Data(lambda: None, "none")
-"""Of tasks that make their own."""
+"""For tasks that make their own tokens."""
 
 
 def store(bench: Bench, task: str) -> Data:

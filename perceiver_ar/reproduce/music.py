@@ -132,7 +132,7 @@ def _depth_decides(rows: list[Row], scale: Scale) -> bool:
 
 
 def _as_good_as_the_paper_s(rows: list[Row], scale: Scale) -> bool:
-    """Each version that was run, to the digits that are printed."""
+    """Whether each version that was run is as good as the paper's, to the digits that are printed."""
     return all((row.found["nats"] or 99) < row.paper["nats"] + 0.005 for row in rows)
 
 

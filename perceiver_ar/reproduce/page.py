@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from perceiver_ar.plots import new_figure
 from perceiver_ar.reproduce.study import Bench, Row, Study, is_done
 
 SPREAD = " (spread)"
@@ -55,11 +56,10 @@ def draw(study: Study, rows: Sequence[Row], path: Path) -> None:
     lines = _lines(study, rows)
     if not lines:
         return
+    labels = dict(zip(("xlabel", "ylabel"), study.drawn or (), strict=True))
     try:
-        from perceiver_ar.plots import new_figure
-
-        picture, axes = new_figure(**dict(zip(("xlabel", "ylabel"), study.drawn or (), strict=True)))
-    except ImportError:
+        picture, axes = new_figure(**labels)
+    except ValueError:
         return
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label or None)
@@ -86,7 +86,7 @@ def _lines(study: Study, rows: Sequence[Row]) -> dict[str, list[tuple[Any, float
     return lines
 
 
-def plan(study: Study, bench: Bench) -> str:
+def costs(study: Study, bench: Bench) -> str:
     """What there is to run, and what it costs."""
     cells = study.cells(bench)
     lines = [f"{'cell':60} {'GPU-hours':>12}"]

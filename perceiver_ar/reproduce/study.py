@@ -30,7 +30,7 @@ class Row:
     """None: it did not fit into memory."""
     paper: dict[str, float] = field(default_factory=dict)
     at: str = ""
-    """Where the paper's settings, beside which these stand, are others: those."""
+    """The paper's settings, where they are not those of this line."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Cell:
     work: Callable[[Path], list[Row]]
     """Does it, in a folder of its own."""
     hours: float = 0.0
-    """Of one GPU, roughly."""
+    """How long it takes on one GPU, roughly."""
     check: Callable[[], None] = lambda: None
     """Refuses what could not be run to its end."""
     where: Callable[[], Path] | None = None
@@ -70,7 +70,7 @@ class Bench:
 
     @property
     def seal(self) -> str:
-        """What changes when the data do."""
+        """A text that changes when the data do."""
         if self.data is None or not (self.data / "meta.json").exists():
             return self.scale
         return digest(Store.open(self.data).meta)[:16]
@@ -141,7 +141,7 @@ def run(
 
 
 def _seconds(bench: Bench) -> float:
-    """That earlier attempts took."""
+    """How long earlier attempts took."""
     try:
         return float(json.loads((bench.folder / "results.json").read_text())["seconds"])
     except (OSError, ValueError, KeyError, TypeError):  # none, or damaged: it will be written anew

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from perceiver_ar import codecs
 from perceiver_ar.codecs import HUB, Codec, Codes, Kind, Lyra
 from perceiver_ar.extras import need
-from perceiver_ar.report import read_alone, readable
+from perceiver_ar.reading import read_alone, readable
 from perceiver_ar.sealed import Damaged
 from perceiver_ar.sound import SOUNDS, read_sound, write_spectrogram, write_wav
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.splits import Shares, by_split, recordings
 from perceiver_ar.store import Store, check_new, smallest_dtype, write_store
-from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens
 
 WRITERS = {".wav": write_wav, ".png": write_spectrogram}
@@ -49,7 +50,7 @@ class AudioTask(Task):
     weights: str = ""
     """The codec's name on the hub, or its folder; Lyra's lie beside a store and beside a model."""
     sha256: str = ""
-    """Of Lyra's."""
+    """Digest of Lyra's files."""
     loudness: float | None = field(default=-20.0, compare=False)
     """Loudness that recordings are brought to, dB."""
 
@@ -115,7 +116,7 @@ class AudioTask(Task):
         return Document(tokens, 1, len(tokens))
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        """Of a recording, perhaps only the first seconds."""
+        """A recording, or only its first seconds."""
         if keep is not None and keep < 1:
             raise ValueError(f"--keep must be at least 1 second, but is {keep}.")
         work = partial(codes_of, self.codec, self._source(), self.levels, self.loudness, keep)
@@ -138,7 +139,7 @@ class AudioTask(Task):
 
 
 def digest(folder: Path) -> str:
-    """Of Lyra's files; nothing if one is missing."""
+    """A digest of Lyra's files; empty if one is missing."""
     paths = [folder / name for name in Lyra.FILES]
     if not all(path.is_file() for path in paths):
         return ""
@@ -194,7 +195,15 @@ def prepare(
     if not 1 <= levels <= voice.most:
         raise ValueError(f"--levels must be from 1 to {voice.most} for {weights}, but is {levels}.")
     mark, kept = (digest(Path(weights)), "") if codec == "lyra" else ("", weights)
-    task = AudioTask(levels, voice.codes, voice.rate / voice.hop, codec, kept, mark, loudness)
+    task = AudioTask(
+        levels=levels,
+        codes=voice.codes,
+        frame_rate=voice.rate / voice.hop,
+        codec=codec,
+        weights=kept,
+        sha256=mark,
+        loudness=loudness,
+    )
     scratch = out.with_name(f".{out.name}.codes")
     work = partial(_keep, task, weights, scratch)
     done = dict(readable(work, named, workers or (1 if voice.device == "cuda" else None), LONGEST))

@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar.config import AnyModelConfig
+from perceiver_ar.special import BOS, EOS, PAD
 from perceiver_ar.strict import Config
 from perceiver_ar.windows import Examples, Tokens
-
-PAD, EOS, BOS, FIRST = 0, 1, 2, 3
-"""Special tokens of every task; its own begin at FIRST."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Task(Config):
         return self
 
     def files(self) -> dict[str, bytes]:
-        """Those files, which go wherever a model of the task goes."""
+        """The files that the task needs, which go wherever a model of it goes."""
         return {}
 
     def report(self, nats: float, tokens: int, counts: Mapping[str, int]) -> dict[str, float]:
@@ -60,11 +58,11 @@ class Task(Config):
         """Refuses a model that cannot learn the task."""
 
     def examples(self) -> Examples:
-        """Of training, where the task is synthetic."""
+        """The examples of training, where the task is synthetic."""
         raise NotImplementedError
 
     def documents(self, split: str) -> Sequence[Document]:
-        """Those to evaluate, where the task is synthetic."""
+        """The documents to evaluate, where the task is synthetic."""
         raise NotImplementedError
 
     def read(self, path: Path) -> Document:
@@ -85,7 +83,7 @@ class Task(Config):
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
         """A file as a prompt, or its beginning: so many tokens, or what else the task counts in."""
-        return self.prompt(path.read_text())[: None if keep is None else keep + 1]
+        return beginning(self.prompt(path.read_text()), keep)
 
     def start(self, seed: int) -> Tokens:
         """The prompt where none is given."""
@@ -133,3 +131,12 @@ class Task(Config):
     def show(self, truth: Tokens, predicted: Tokens) -> str | None:
         """A few predicted tokens beside the true ones, for a person to see; None if that says nothing."""
         return None
+
+
+def beginning(tokens: Tokens, keep: int | None) -> Tokens:
+    """The BOS of a prompt and so many tokens; all of it where that is not said."""
+    if keep is None:
+        return tokens
+    if keep < 1:
+        raise ValueError(f"--keep must be at least 1, but is {keep}.")
+    return tokens[: keep + 1]

@@ -6,13 +6,14 @@ BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perceiver_ar.config import AnyModelConfig
-from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
+from perceiver_ar.special import BOS, EOS, FIRST
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window, crop_end, crop_weight, generator
 
 VALIDATION_SEED = 2**31
@@ -50,16 +51,9 @@ class CopyTask(Task):
                 "first_half and sequences of a copy task must be at least 1, digits from 0 to 24."
             )
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Runs of before it had digits say that they have no columns."""
-        return super().from_dict(
-            {key: value for key, value in data.items() if (key, value) != ("columns", 0)}
-        )
-
     @functools.cached_property
     def base(self) -> int:
-        """Of the digits: the smallest that suffices, and odd, so that the mirror is one of the places."""
+        """Base of the digits: the smallest that suffices; odd, so that the mirror is one of the places."""
         base = 1
         while base**self.digits < self.length:
             base += 2
@@ -139,7 +133,7 @@ def _word(token: int) -> str:
 
 
 def mirrored(random: np.random.Generator, half: int, whole: bool) -> Tokens:
-    """So many tokens and their mirror image; the whole of a sequence begins with BOS, ends with EOS."""
+    """So many tokens and their mirror image; a whole sequence begins with BOS and ends with EOS."""
     first = random.integers(FIRST, FIRST + 256, size=half)
     tokens = np.concatenate((first, first[::-1]))
     if whole:
@@ -155,7 +149,7 @@ class CopyExamples:
         self.half = min(task.first_half, task.length // 2) if task.centred else task.length // 2
 
     def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
-        """All of a step end at the same place, so that none needs padding."""
+        """The windows of a step; all end at the same place, so that none needs padding."""
         random, middle = generator(seed, step), self.task.length // 2
         scored = min(latents, self.half)
         targets = crop_end(int(random.integers(crop_weight(self.half, scored))), self.half, scored)

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from perceiver_ar.config import AnyModelConfig, TransformerXLConfig
 from perceiver_ar.extras import need
 from perceiver_ar.fetching import unpack
-from perceiver_ar.report import readable
+from perceiver_ar.reading import readable
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.splits import SPLITS, Shares, below, by_folder, by_split, divide, top
 from perceiver_ar.store import Store, check_new, write_store
-from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens
 
 Order = Literal["raster", "rgb"]
@@ -198,7 +199,7 @@ def _unpack(source: Path, unpacked: Path) -> Path:
 def _from_pictures(
     files: list[Path], source: Path, task: ImageTask, shares: Shares, workers: int | None, scratch: Path
 ) -> dict[str, Iterator[Tokens]]:
-    """Read on all cores into one array on disk; what cannot be read is named and left out."""
+    """Reads pictures on all cores into one array on disk; what cannot be read is named and left out."""
     shape = (len(files), task.size, task.size, 3)
     pixels: Any = np.lib.format.open_memmap(scratch, "w+", np.uint8, shape)
     numbers = {path: index for index, path in enumerate(files)}
@@ -215,7 +216,7 @@ def _from_pictures(
 
 
 def _from_arrays(source: Path, task: ImageTask, shares: Shares) -> dict[str, Iterator[Tokens]]:
-    """Array files, one in memory at a time; those that hold no such images are named and left out."""
+    """Reads array files, one in memory at a time; those that hold no such images are named and left out."""
     paths = [source] if source.is_file() else below(source, ARRAYS)
     if not paths:
         raise ValueError(f"{source} holds no pictures ({', '.join(PICTURES)}), no .npy and no .npz.")
@@ -235,7 +236,7 @@ def _from_arrays(source: Path, task: ImageTask, shares: Shares) -> dict[str, Ite
 
 
 def _chosen(task: ImageTask, counts: dict[Path, int], which: NDArray[np.bool_]) -> Iterator[Tokens]:
-    """Of all images of these files, one after the other, those that are chosen."""
+    """The chosen ones of all images of these files, one after the other."""
     for path, mask in zip(counts, np.split(which, np.cumsum([*counts.values()])[:-1]), strict=True):
         if mask.any():
             images = _load(path, task.size)

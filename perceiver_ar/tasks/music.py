@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from perceiver_ar import midi
 from perceiver_ar.extras import need
 from perceiver_ar.midi import EVENTS, NOTE_OFF, SHIFT, STEPS, VELOCITY, encode_midi
-from perceiver_ar.report import read_alone, readable
+from perceiver_ar.reading import read_alone, readable
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.splits import Shares, by_split, recordings
 from perceiver_ar.store import Store, check_new, write_store
-from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens
 
 WRITERS = {".mid": midi.write_midi, ".midi": midi.write_midi, ".wav": midi.write_wav, ".png": midi.write_roll}
@@ -53,10 +54,10 @@ class MusicTask(Task):
         return Document(tokens, 1, len(tokens))
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        """Of a MIDI file, perhaps only the first seconds."""
-        events = read_alone(encode_midi, path)
+        """A MIDI file, or only its first seconds."""
         if keep is not None and keep < 0:
             raise ValueError(f"--keep must be at least 0 seconds, but is {keep}.")
+        events = read_alone(encode_midi, path)
         if keep is not None:
             steps = np.cumsum(np.where(_is_shift(events), events.astype(np.int64) - SHIFT + 1, 0))
             events = events[steps <= keep * STEPS]
@@ -66,7 +67,7 @@ class MusicTask(Task):
         return 1024
 
     def count_for(self, seconds: float) -> int:
-        """More than any music has; so that what never lets time pass comes to an end."""
+        """More tokens than any music has, so that what never lets time pass comes to an end."""
         return math.ceil(400 * seconds)
 
     def seconds(self, tokens: Tokens) -> NDArray[np.float64]:
@@ -80,7 +81,7 @@ class MusicTask(Task):
             )
 
     def files_of(self, path: Path) -> list[Path]:
-        """Without a suffix, to be played, heard and seen."""
+        """The file itself; without a suffix three, to be played, heard and seen."""
         return [path] if path.suffix else [path.with_suffix(suffix) for suffix in (".mid", ".wav", ".png")]
 
     def save(self, tokens: Tokens, path: Path) -> None:

@@ -15,14 +15,15 @@ from typing import ClassVar, Literal, Self
 import numpy as np
 
 from perceiver_ar import vocabulary
-from perceiver_ar.corpus import find_files, plan
+from perceiver_ar.corpus import find_files, parts_of
 from perceiver_ar.extras import need
 from perceiver_ar.preparing import Corpus, make_store
 from perceiver_ar.report import progress_bar
 from perceiver_ar.sealed import Damaged, read_sealed, write_sealed
+from perceiver_ar.special import BOS, EOS, FIRST
 from perceiver_ar.splits import Shares, left
 from perceiver_ar.store import Store, check_new
-from perceiver_ar.tasks.base import BOS, EOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task, beginning
 from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, check_exact
 from perceiver_ar.windows import Tokens
 
@@ -36,7 +37,7 @@ class TextTask(Task):
     tokenizer: Kind = "bytes"
     """Which kind of tokens."""
     sha256: str = ""
-    """Of the tokenizer's file, if it has one."""
+    """Digest of the tokenizer's file, if it has one."""
 
     def at(self, folder: Path) -> Self:
         """With the vocabulary that lies there."""
@@ -71,7 +72,7 @@ class TextTask(Task):
         return self._after_bos(text.encode("utf-8", "surrogateescape"), final=False)
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        return self._after_bos(path.read_bytes(), final=False)[: None if keep is None else keep + 1]
+        return beginning(self._after_bos(path.read_bytes(), final=False), keep)
 
     def _after_bos(self, data: bytes, final: bool) -> Tokens:
         return np.concatenate(([BOS], self.vocabulary.encode(data, final))).astype(np.int64)
@@ -140,7 +141,7 @@ def prepare(
     asked = Shares(validation, test)
     files = find_files(_fetch(source, out, key), pattern)
     shares = left(files.values(), asked)
-    corpus = Corpus(plan(files, shares, to_the_byte=kind == "bytes"), key, shares)
+    corpus = Corpus(parts_of(files, shares, to_the_byte=kind == "bytes"), key, shares)
     size = 32_000 if vocab_size is None and kind in ("unigram", "bpe") else vocab_size
     store = make_store(corpus, out, kind, size, given, workers or os.cpu_count() or 1, _bar)
     shutil.rmtree(_spool(out), ignore_errors=True)

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from perceiver_ar.special import BOS, FIRST
 from perceiver_ar.splits import SPLITS, Shares, below, by_folder, divide, left, top
 from perceiver_ar.store import Store, check_new, write_store
-from perceiver_ar.tasks.base import BOS, FIRST, Document, Task
+from perceiver_ar.tasks.base import Document, Task, beginning
 from perceiver_ar.windows import Tokens
 
 Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
@@ -46,7 +47,7 @@ class TokensTask(Task):
         return encode(check_ids(np.array(ids), "the prompt"))
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
-        return self.read(path).tokens[: None if keep is None else keep + 1]
+        return beginning(self.read(path).tokens, keep)
 
     def speller(self) -> Callable[[int], str]:
         return lambda token: f"{token - FIRST} " if token >= FIRST else ""
