@@ -381,7 +381,7 @@ class TrainConfig(Config):
             self.micro_batch_size is None or self.micro_batch_size >= 1,
             "micro_batch_size must be at least 1.",
         )
-        require(self.learning_rate > 0, "learning_rate must be above 0.")
+        require(0 < self.learning_rate < float("inf"), "learning_rate must be above 0, and finite.")
         require(self.clip_norm > 0, "clip_norm must be above 0.")
         require(self.context_parallel >= 1, "context_parallel must be at least 1.")
         require(

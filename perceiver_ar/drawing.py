@@ -24,6 +24,8 @@ from perceiver_ar.windows import Tokens
 
 LONGEST = 3600
 """Seconds that are drawn at once."""
+MANY = 10_000
+"""Samples that are drawn at once."""
 
 
 def draw(
@@ -37,6 +39,7 @@ def draw(
     quiet: bool,
     ranks: Ranks,
     beat: Callable[[], None],
+    overwrite: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Draws so many samples at once, shows or writes them, and reports them with the rate.
@@ -44,7 +47,11 @@ def draw(
     lasting: so many seconds of what sounds, instead of so many tokens. Several ranks share the samples;
     the first shows and writes them. beat is called for every token.
     """
-    _check(task, count, lasting, samples, out)
+    _check(task, count, lasting, samples)
+    if out is not None:
+        _check_files(task, out, samples, overwrite)
+    elif task.speller() is None:
+        raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
     lasts = None if lasting is None or task.seconds(prompt) is None else Lasting(task, lasting)
     usual = task.count(prompt) if lasting is None else task.count_for(lasting)
     count = most(model, prompt, usual) if count is None else count
@@ -80,20 +87,30 @@ def draw(
     }
 
 
-def _check(task: Task, count: int | None, lasting: float | None, samples: int, out: Path | None) -> None:
-    """Refuses what could not be drawn or written, before anything is."""
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, but is {samples}.")
-    if out is not None:
-        if not out.parent.is_dir() or out.is_dir() or not os.access(out.parent, os.W_OK):
-            raise ValueError(f"{out} cannot be written: give a file in a folder that exists.")
-        task.check_file(out)
-    elif task.speller() is None:
-        raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
+def _check(task: Task, count: int | None, lasting: float | None, samples: int) -> None:
+    """Refuses what could not be drawn, before anything is."""
+    if not 1 <= samples <= MANY:
+        raise ValueError(f"samples must be from 1 to {MANY:,}, but is {samples:,}.")
     if lasting is not None and count is not None:
         raise ValueError("give --tokens or --seconds, not both.")
     if lasting is not None and not 0 < lasting <= LONGEST:
         raise ValueError(f"--seconds must be above 0 and at most {LONGEST:,}, but is {lasting:g}.")
+
+
+def _check_files(task: Task, out: Path, samples: int, overwrite: bool) -> None:
+    """Refuses files that could not be written, or are there already."""
+    if not out.parent.is_dir() or out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ValueError(f"{out} cannot be written: give a file in a folder that exists.")
+    task.check_file(out)
+    written = [place for path in _numbered(out, samples) for place in task.files_of(path)]
+    there = [path for path in (out, *written) if path.exists()]
+    if there and not overwrite:
+        raise ValueError(f"{there[0]} exists already: add --overwrite, or choose another --out.")
+
+
+def _numbered(out: Path, samples: int) -> list[Path]:
+    """A file for each sample: out itself, or out-1, out-2 ..."""
+    return [out] if samples == 1 else [out.with_stem(f"{out.stem}-{n}") for n in range(1, samples + 1)]
 
 
 def most(model: Decoder, prompt: Tokens, count: int) -> int:
@@ -205,11 +222,9 @@ def _counted(drawing: Iterator[Tokens], count: int, lasts: Lasting | None, quiet
 
 
 def _save(task: Task, prompt: Tokens, rows: list[Tokens], out: Path) -> tuple[list[list[str]], str | None]:
-    """Prompt and sample, one file each: out itself, or out-1, out-2 ...; then perhaps all in out."""
-    numbered = [out.with_stem(f"{out.stem}-{index + 1}") for index in range(len(rows))]
-    paths = [out] if len(rows) == 1 else numbered
+    """Prompt and sample, one file each; then perhaps all in out."""
     samples = [np.concatenate((prompt, row)) for row in rows]
-    files = [task.files_of(path) for path in paths]
+    files = [task.files_of(path) for path in _numbered(out, len(rows))]
     for sample, places in zip(samples, files, strict=True):
         for place in places:
             task.save(sample, place)

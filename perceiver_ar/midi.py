@@ -61,7 +61,8 @@ def read_midi(path: str | Path) -> Notes:
     try:
         score = symusic.Score.from_midi(Path(path).read_bytes())
     except Exception as error:  # the library's own, of many kinds
-        raise ValueError(f"{path} is not a MIDI file that can be read: {error}") from None
+        reason = " ".join(str(error).split()).removeprefix(str(path))
+        raise ValueError(f"{path} is not a MIDI file that can be read: {reason:.200}") from None
     if score.tpq < 1:
         raise ValueError(f"{path} says that a quarter note has no ticks.")
     clock = _clock(score)

@@ -85,11 +85,16 @@ class Plan:
             f"one GPU      {self.rows:,} sequences, {self.sequences:,} at once",
             f"its memory   {memory / 1e9:.1f} GB of {self.room / 1e9:.0f}: {_listed(self.memory, 1e9)}",
             f"its time     {seconds:.4g} s a step: {_listed(self.seconds, seconds / 100)} %",
-            f"the run      {self.steps:,} steps, {self.hours:,.1f} hours on {self.gpus:,} GPUs, compiled",
+            f"the run      {self.steps:,} steps, {_time(self.hours)} on {self.gpus:,} "
+            f"GPU{'s' * (self.gpus > 1)}, compiled",
         ]
         if self.advice:
             lines.append(f"It does not fit. What would: {'; or '.join(self.advice)}.")
         return "\n".join(lines)
+
+
+def _time(hours: float) -> str:
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
 def _listed(parts: dict[str, float], unit: float) -> str:

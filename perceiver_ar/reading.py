@@ -1,13 +1,12 @@
 """Files read in processes of their own, since some readers crash on damaged ones."""
 
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from perceiver_ar.report import progress_bar
-from perceiver_ar.workers import each
+from perceiver_ar.workers import each, processes
 
 
 def readable(
@@ -16,7 +15,7 @@ def readable(
     """Each file with what was read of it, in any order; those that cannot be read are named and counted."""
     skipped = 0
     with progress_bar(True, "reading") as moved:
-        results = each(read, files, workers or os.cpu_count() or 1, seconds)
+        results = each(read, files, processes(workers), seconds)
         for done, (path, value, error) in enumerate(results, 1):
             if error is None:
                 yield path, value

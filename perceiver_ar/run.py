@@ -40,13 +40,21 @@ class Origin:
         given = cls(as_mixture(data), None if init is None else str(Path(init).resolve()))
         if not (folder / "config.json").exists():
             return given
-        if not resume:
-            raise ValueError(f"{folder} exists already: add --resume to go on, or choose another --out.")
+        check_resumed(folder, resume)
         recorded = read_sealed(folder / "config.json")
         data = given.data or as_mixture(recorded["data"])
         if recorded["init"] is None or not checkpoints(folder / "checkpoints"):
             return cls(data, given.init or recorded["init"])
         return cls(data, recorded["init"], Experiment.from_dict(recorded["experiment"]).model)
+
+
+def check_resumed(folder: Path, resume: bool) -> None:
+    """Refuses a folder that holds something, unless it is gone on with."""
+    if resume:
+        return
+    known = (folder / "config.json").exists() or (folder / "checkpoints").exists()
+    how = "exists already: add --resume to go on, or" if known else "is no run, and not empty:"
+    raise ValueError(f"{folder} {how} choose another --out.")
 
 
 def begun_by(launch: str | None, folder: Path) -> bool:
@@ -66,8 +74,8 @@ def begin(
 ) -> None:
     """Makes the folder of a new run, or checks that an old one is the same."""
     config, seal = folder / "config.json", source.seal()
-    if folder.exists() and any(folder.iterdir()) and not resume:
-        raise ValueError(f"{folder} exists already: add --resume to go on, or choose another --out.")
+    if folder.exists() and any(folder.iterdir()):
+        check_resumed(folder, resume)
     if config.exists():
         recorded = read_sealed(config)
         check_version(recorded["format_version"], FORMAT_VERSION, config)

@@ -94,11 +94,14 @@ def check_tokens(stores: Sequence[Store], wanted: dict[str, Any], whose: str) ->
     """Refuses stores whose tokens mean something else; what only training makes use of, they do not say."""
     for store in stores:
         for key, value in stored_meaning(store).items():
-            if wanted.get(key, value) != value:
-                raise ValueError(
-                    f"{store.folder} has tokens of another {key} than {whose}: prepare it with the same "
-                    "settings, text with --tokenizer-file."
-                )
+            if wanted.get(key, value) == value:
+                continue
+            if key == "task":
+                raise ValueError(f"{store.folder} is for the task {value}, but {whose} for {wanted[key]}.")
+            raise ValueError(
+                f"{store.folder} has tokens of another {key} than {whose}: prepare it with the same "
+                "settings, text with --tokenizer-file."
+            )
 
 
 def as_stored(experiment: Experiment, data: Data, say: Callable[[str], None]) -> Experiment:
@@ -124,6 +127,10 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
     if cutoffs := getattr(experiment.model, "cutoffs", ()):
         changes["cutoffs"] = tuple(cutoff for cutoff in cutoffs if cutoff < vocabulary)
     model = replace(experiment.model, **changes)
+    suited = task.suited(model)
+    if suited != model:
+        say(f"Positions are {suited.positions}, as the task {task.name} needs, not {model.positions}.")
+        model = suited
     task.check(model)
     if getattr(model, "axes", ()) and task.positions(np.arange(2)[None]) is None:
         raise ValueError(

@@ -25,7 +25,7 @@ class Shares:
     test: float
 
     def __post_init__(self) -> None:
-        if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
+        if not (self.validation >= 0 and self.test >= 0 and self.validation + self.test < 1):
             raise ValueError("the shares of validation and test must be at least 0 and together below 1.")
 
     def split(self, place: float) -> str:

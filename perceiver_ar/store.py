@@ -47,7 +47,10 @@ class Store:
 
     def split(self, name: str) -> "Split":
         if name not in self.meta["splits"]:
-            raise ValueError(f"{self.folder} has no split '{name}'; it has {', '.join(self.meta['splits'])}.")
+            raise ValueError(
+                f"{self.folder} has no split '{name}': add --split with one that it has, "
+                f"{' or '.join(self.meta['splits'])}."
+            )
         return Split(self.folder / name, self.meta["splits"][name], self.meta["dtype"])
 
 

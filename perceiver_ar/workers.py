@@ -91,12 +91,17 @@ def _follow() -> None:
     os._exit(1)
 
 
+def processes(asked: int | None) -> int:
+    """As many as asked, or as there are cores."""
+    if asked is not None and asked < 1:
+        raise ValueError(f"there must be at least 1 process, not {asked}: set --workers.")
+    return asked or os.cpu_count() or 1
+
+
 def each(
     work: Callable[[Any], Any], items: Iterable[Any], workers: int, seconds: float = float("inf")
 ) -> Iterator[Done]:
     """Does all items in processes, in any order; none may take longer than so many seconds."""
-    if workers < 1:
-        raise ValueError(f"there must be at least 1 process, not {workers}: set --workers.")
     waiting, threads = iter(items), max(1, (os.cpu_count() or 1) // workers)
     crew: list[_Worker] = []
     try:

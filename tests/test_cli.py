@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perceiver_ar import cli, presets
+from perceiver_ar import __version__, cli, presets
 from tests.forked import run
 
 
@@ -36,6 +36,8 @@ def test_odd_texts_contexts_and_presets(tmp_path: Path) -> None:
     assert wrong.returncode == 2
     assert "axial positions are for tasks that give them" in wrong.stderr
     assert not (tmp_path / "x").exists()
+    drawn = run("generate", str(tmp_path / "run"), "--out", str(tmp_path / "a.png"))
+    assert (drawn.returncode, "is text, which is not written to" in drawn.stderr) == (2, True)
     cut = run("generate", str(tmp_path / "run"), "--prompt-file", str(tmp_path / "bb.txt"), "--keep", "-2")
     assert (cut.returncode, cut.stderr) == (2, "perceiver-ar: --keep must be at least 1, but is -2.\n")
 
@@ -61,7 +63,7 @@ def test_presets_as_json_are_one_object_on_one_line() -> None:
 
 
 def test_mistakes_end_with_status_2_and_no_traceback() -> None:
-    for args in ((), ("presest",), ("presets", "--jsn")):
+    for args in ((), ("presest",), ("presets", "--jsn"), ("train",), ("prepare",), ("plan",)):
         result = run(*args)
         assert result.returncode == 2, args
         assert "Traceback" not in result.stderr
@@ -152,16 +154,24 @@ def test_generate_types_writes_and_reports(tmp_path: Path) -> None:
     written = run("generate", folder, *options, "--out", str(tmp_path / "new.npy")).stdout.split()
     assert written == [str(tmp_path / f"new-{index}.npy") for index in (1, 2, 3)]
     assert [np.load(path).astype(str).tolist() for path in written] == samples
+    kept = run("generate", folder, *options, "--seed", "5", "--out", str(tmp_path / "new.npy"))
+    assert (kept.returncode, kept.stdout) == (2, "")
+    assert "new-1.npy exists already: add --overwrite, or choose another --out." in kept.stderr
+    assert np.load(written[0]).astype(str).tolist() == samples[0]
+    replaced = run(
+        "generate", folder, *options, "--seed", "5", "--out", str(tmp_path / "new.npy"), "--overwrite"
+    )
+    assert replaced.stdout.split() == written
+    assert np.load(written[0]).astype(str).tolist() != samples[0]
     again = run("generate", folder, "--prompt-file", written[0], "--out", str(tmp_path / "more.jsonl"))
     assert again.returncode == 0, again.stderr
-    assert json.loads((tmp_path / "more.jsonl").read_text())[: len(samples[0])] == [
-        int(x) for x in samples[0]
-    ]
+    begun = np.load(written[0]).tolist()
+    assert json.loads((tmp_path / "more.jsonl").read_text())[: len(begun)] == begun
 
     for wrong, sentence in (
         (("--prompt", "5 x"), "'5 x' is not a row of ids such as 5 17 3."),
         (("--prompt", "9"), "tokens of the prompt must be from 0 to 11"),
-        (("--samples", "0"), "samples must be at least 1"),
+        (("--samples", "0"), "samples must be from 1 to 10,000, but is 0."),
         (("--prompt", "5", "--prompt-file", "x"), "give --prompt or --prompt-file, not both."),
         (("--out", str(tmp_path / "no/new.npy")), "new.npy cannot be written: give a file in a folder"),
         (("--out", str(tmp_path)), "cannot be written"),
@@ -203,6 +213,8 @@ def test_errors_say_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/mine.txt").touch()
     (tmp_path / "odd.bin").write_bytes(b"abc")
     (tmp_path / "none.jsonl").write_text("\n")
     np.save(tmp_path / "ids.npy", np.arange(30))
@@ -233,7 +245,10 @@ def test_errors_say_what_to_do(
         (("evaluate", str(tmp_path / "empty")), "is not a run that can be used: it holds no model"),
         (("evaluate", ran, "--latents", "33"), "latents must be from 1 to 32, but is 33"),
         (("evaluate", ran, "--stride", "17"), "stride must be from 1 to the 16 latents, but is 17"),
-        (("evaluate", ran, "--data", str(tmp_path / "store")), "tokens of another task"),
+        (
+            ("evaluate", ran, "--data", str(tmp_path / "store")),
+            "store is for the task tokens, but the model for copy.",
+        ),
         (("score", ran, str(tmp_path / "ids.npy")), "the task copy has no files that could be scored"),
         (("evaluate", ran, "--split", "test"), "the copy task has no split 'test'"),
         (("evaluate", ran, "--batch-size", "0"), "batch_size must be at least 1"),
@@ -241,6 +256,12 @@ def test_errors_say_what_to_do(
         (("plot", str(tmp_path), "--out", str(tmp_path / "x.png")), "is not a run that has begun"),
         (("plot", ran, "--out", str(tmp_path / "x.txt")), "a plot is written to .png, .svg or .pdf"),
         (("plot", "--out", str(tmp_path / "x.png")), "at least one run"),
+        (("download", "maestr", *out[1:]), "did you mean 'maestro-v3'?"),
+        (("train", "copy-32", "--train.learning-rate", "inf", *out), "above 0, and finite"),
+        (
+            ("train", "copy-32", *SMALL, "--out", str(tmp_path / "other")),
+            "is no run, and not empty: choose another",
+        ),
         (("train", "copy-32", *SMALL, "--out", str(tmp_path / "ids.npy")), "ids.npy"),
         (("prepare", "tokens", str(tmp_path / "empty"), *out), "holds no .npy, .bin or .jsonl files"),
         (("prepare", "tokens", str(tmp_path / "odd.bin"), *out), "3 bytes, which are not ids of type uint16"),
@@ -255,6 +276,10 @@ def test_errors_say_what_to_do(
         assert not (tmp_path / "new").exists()
 
 
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"perceiver-ar {__version__}\n"
+
+
 def test_train_explains_itself() -> None:
     assert "train PRESET" in run("train", "--help").stdout
     shown = run("train", "copy-32", "--help").stdout
@@ -262,17 +287,43 @@ def test_train_explains_itself() -> None:
     assert "--task.centred" in shown
 
 
-def test_a_users_mistake_inside_a_command_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+FULL = "there is not enough memory for this: ask for less, or for less at a time."
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("the sentence."), "the sentence."),
+        (
+            FileNotFoundError(2, "No such file or directory", "x.txt"),
+            "x.txt cannot be used: no such file or directory.",
+        ),
+        (OSError("of no file"), "of no file"),
+        (MemoryError(), FULL),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), FULL),
+    ],
+)
+def test_what_stops_a_command_is_told_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
 ) -> None:
     def names() -> list[str]:
-        raise ValueError("the sentence.")
+        raise error
 
     monkeypatch.setattr(presets, "names", names)
     monkeypatch.setattr(sys, "argv", ["perceiver-ar", "presets"])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert capsys.readouterr().err == "perceiver-ar: the sentence.\n"
+    assert capsys.readouterr().err == f"perceiver-ar: {said}\n"
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> list[str]:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(presets, "names", names)
+    monkeypatch.setattr(sys, "argv", ["perceiver-ar", "presets"])
+    with pytest.raises(RuntimeError, match="a fault"):
+        cli.main()
 
 
 def test_help_comes_without_importing_torch() -> None:

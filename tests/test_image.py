@@ -193,9 +193,15 @@ def test_images_are_trained_evaluated_drawn_and_completed(tmp_path: Path) -> Non
     run("prepare", "image", str(source), "--out", str(tmp_path / "s"), "--size", "8", "--validation", "0.2")
     small = ("--model.channels", "16", "--model.heads", "2", "--model.layers", "1", "--model.latents", "16")
     more = ("--model.context", "193", "--train.steps", "2", "--train.batch-size", "2", "--device", "cpu")
-    refused = run("train", "copy-32", *small[:6], "--data", str(tmp_path / "s"), "--out", folder)
+    few = ("--model.axes", "10", "9", "5", "--data", str(tmp_path / "s"), "--out", folder)
+    refused = run("train", "imagenet64", *small, *more, *few)
     assert refused.returncode == 2
-    assert "images of 8 pixels need --model.positions axial --model.axes 10 10 5" in refused.stderr
+    assert "images of 8 pixels need at least these rows of positions: --model.axes 10 10 5" in refused.stderr
+    other = run(
+        "train", "tiny", *small, *more, "--data", str(tmp_path / "s"), "--out", str(tmp_path / "other")
+    )
+    assert other.returncode == 0, other.stderr
+    assert "Positions are axial, as the task image needs, not rotary." in other.stderr
     trained = run("train", "imagenet64", *small, *more, "--data", str(tmp_path / "s"), "--out", folder)
     assert trained.returncode == 0, trained.stderr
     report = json.loads(run("evaluate", folder, "--json").stdout)
@@ -213,5 +219,7 @@ def test_images_are_trained_evaluated_drawn_and_completed(tmp_path: Path) -> Non
     assert np.array_equal(completed[:5], pixels(8, 0)[:5])
     assert not np.array_equal(completed[5:], pixels(8, 0)[5:])
     options = ("--prompt-file", str(source / "00.png"), "--keep", "0", "--out", str(tmp_path / "new.png"))
-    assert run("generate", folder, *options).returncode == 0  # no row of it: as without a picture
+    assert (
+        run("generate", folder, *options, "--overwrite").returncode == 0
+    )  # no row of it: as without a picture
     assert run("generate", folder).returncode == 2  # no text: where to?

@@ -209,6 +209,15 @@ def test_a_piece_of_years_is_refused(tmp_path: Path) -> None:
             encode_midi(tmp_path / "a.mid")
 
 
+def test_what_is_no_midi_is_named_in_one_short_line(tmp_path: Path) -> None:
+    (tmp_path / "a.mid").write_bytes(b"no MIDI\n" * 200)
+    with pytest.raises(ValueError, match=r"a\.mid is not a MIDI file that can be read: ") as caught:
+        encode_midi(tmp_path / "a.mid")
+    said = str(caught.value).removeprefix(str(tmp_path / "a.mid"))
+    assert "\n" not in said
+    assert len(said) < 250
+
+
 def folder_of_pieces(folder: Path, count: int = 12) -> Path:
     folder.mkdir()
     for index in range(count):

@@ -105,6 +105,8 @@ def test_the_command_prints_a_plan(
     text = run("imagenet64", "--gpus", "8", "--gpu", "h200")
     assert "770,094,339" in text
     assert "--train.micro-batch-size 32" in text
+    assert "on 8 GPUs, compiled" in text
+    assert "minutes on 1 GPU, compiled" in run("copy-32")
     found = json.loads(run("imagenet64", "--gpus", "8", "--train.micro-batch-size", "32", "--json"))
     assert found["sequences"] == 32
     assert not found["advice"]

@@ -64,7 +64,7 @@ def test_a_model_of_one_order_is_not_used_on_images_of_another(tmp_path: Path) -
     assert len(open_source("image", task.to_dict(), tmp_path / "raster").documents("validation")) == 1
     with pytest.raises(ValueError, match="rgb has tokens of another order than the model"):
         open_source("image", task.to_dict(), tmp_path / "rgb")
-    with pytest.raises(ValueError, match="rgb has tokens of another task than the model"):
+    with pytest.raises(ValueError, match="rgb is for the task image, but the model for text"):
         open_source("text", {}, tmp_path / "rgb")
     axial = brief("image", task.to_dict(), positions="axial", axes=(6, 6, 5))
     train(axial, tmp_path / "rgb", tmp_path / "run", show=False)  # in training the store says it

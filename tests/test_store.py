@@ -70,7 +70,7 @@ def test_missing_and_shortened_files_are_noticed(tmp_path: Path) -> None:
         everything(folder)
     with pytest.raises(ValueError, match="is not a token store"):
         Store.open(tmp_path)
-    with pytest.raises(ValueError, match="has no split 'test'; it has train"):
+    with pytest.raises(ValueError, match="add --split with one that it has, train"):
         Store.open(folder).split("test")
     with pytest.raises(ValueError, match="exists already"):
         write_store(folder, {"train": []}, 100, "tokens")

@@ -107,16 +107,18 @@ def test_a_task_goes_through_the_same_commands(tmp_path: Path, name: str) -> Non
     out = tmp_path / f"new{suffix}"
     command("generate", run, "--tokens", "12", "--samples", "2", "--seed", "3", "--out", str(out))
     assert out.with_stem("new-1").exists()
-    drawn = json.loads(command("generate", run, "--tokens", "12", "--out", str(out), "--json"))
+    one = ("--tokens", "12", "--out", str(out), "--overwrite", "--json")
+    drawn = json.loads(command("generate", run, *one))
     assert len(drawn["samples"][0]["tokens"]) <= 12
     assert min(drawn["samples"][0]["tokens"]) >= (1 if source.task.ends else FIRST)
     # Whatever a model may draw, sense or not, can be written.
     for seed in range(20):
         nonsense = np.random.default_rng(seed).integers(FIRST, source.stores[0].vocab_size, 5 * seed)
         source.task.save(np.concatenate(([BOS], nonsense)), out)
-    command("generate", run, "--tokens", "60", "--out", str(out))
+    command("generate", run, "--tokens", "60", "--out", str(out), "--overwrite")
     # What was written can be gone on from.
-    command("generate", run, "--prompt-file", str(out), "--keep", "1", "--tokens", "3", "--out", str(out))
+    more = ("--prompt-file", str(out), "--keep", "1", "--tokens", "3")
+    command("generate", run, *more, "--out", str(out), "--overwrite")
 
 
 def blocks(language: str) -> list[str]:

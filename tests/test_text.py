@@ -143,7 +143,7 @@ def texts(store: Store, split: str) -> list[bytes]:
 
 
 def make(source: Path | str, out: Path, **options: Any) -> Store:
-    return prepare(str(source), out, workers=1, **options)
+    return prepare(str(source), out, **{"workers": 1} | options)
 
 
 def test_each_file_is_a_document_between_bos_and_eos(tmp_path: Path) -> None:
@@ -283,6 +283,13 @@ def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
         (source, {"pattern": "*.doc"}, r"holds no files that fit '\*.doc'"),
         (tmp_path / "bare", {}, "all of these files are empty"),
         (source / "x.txt", {"validation": 0.6, "test": 0.5}, "together below 1"),
+        (source / "x.txt", {"validation": float("nan")}, "together below 1"),
+        (source / "x.txt", {"workers": 0}, "at least 1 process, not 0: set --workers"),
+        (
+            source / "x.txt",
+            {"tokenizer_file": tmp_path / "empty"},
+            "empty has no pieces.model, tokenizer.json, words.txt",
+        ),
         (source / "x.txt", {"vocab_size": 300}, "--vocab-size is for tokenizers that are made here"),
         (
             source / "x.txt",
@@ -429,7 +436,8 @@ def test_a_store_of_a_tokenizer_that_was_made_before_can_be_mixed_with_its_first
     size = {"vocab_size": 310 if kind != "words" else 20}
     first = make(source, tmp_path / "s", tokenizer=kind, **size)
     again = make(source, tmp_path / "t", tokenizer_file=tmp_path / "s" / vocabulary.FILES[kind])
-    assert again.meta == first.meta
+    from_store = make(source, tmp_path / "u", tokenizer_file=tmp_path / "s")
+    assert first.meta == again.meta == from_store.meta
     open_source("text", {}, {tmp_path / "s": 1.0, tmp_path / "t": 1.0})
 
 

@@ -23,7 +23,7 @@ def work(item: int) -> int:
 
 
 def test_what_crashes_hangs_or_fails_is_told_and_the_rest_is_done() -> None:
-    done = {item: (value, error) for item, value, error in each(work, range(12), workers=2, seconds=2.0)}
+    done = {item: (value, error) for item, value, error in each(work, range(12), workers=2, seconds=6.0)}
     assert sorted(done) == list(range(12))
     for item, (value, error) in done.items():
         if item in (3, 5):

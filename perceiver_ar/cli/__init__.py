@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import tyro
 
+from perceiver_ar import __version__
 from perceiver_ar.cli.drawing import generate, playground
 from perceiver_ar.cli.scoring import evaluate, plot, score
 from perceiver_ar.cli.sharing import convert, export, pack
@@ -38,7 +39,9 @@ OWN = {"prepare", "train", "plan"}
 def main() -> None:
     """Runs a command; a user's mistake ends with one sentence and status 2."""
     try:
-        if sys.argv[1:2] and sys.argv[1] in OWN:
+        if sys.argv[1:] == ["--version"]:
+            print(f"perceiver-ar {__version__}")
+        elif sys.argv[1:2] and sys.argv[1] in OWN:
             COMMANDS[sys.argv[1]](sys.argv[2:])
         else:
             tyro.extras.subcommand_cli_from_dict(
@@ -53,14 +56,23 @@ def main() -> None:
     except BrokenPipeError:  # what reads this, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
         sys.exit(141)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if os.environ.get("PERCEIVER_AR_TRACEBACK"):
             raise
-        end(str(error), 2)
-    except RuntimeError as error:
-        if not is_lost(error):
+        if isinstance(error, RuntimeError) and is_lost(error):
+            end(f"another process of this run died, or does not answer ({str(error).splitlines()[0]}).", 1)
+        if isinstance(error, RuntimeError) and not is_full(error):
             raise
-        end(f"another process of this run died, or does not answer ({str(error).splitlines()[0]}).", 1)
+        end(sentence(error), 2)
+
+
+def sentence(error: Exception) -> str:
+    """What a person is told of a mistake."""
+    if isinstance(error, MemoryError | RuntimeError):
+        return "there is not enough memory for this: ask for less, or for less at a time."
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}."
+    return str(error)
 
 
 def end(why: str, status: int) -> NoReturn:
@@ -77,6 +89,13 @@ def ranks_talk() -> bool:
     """Whether this is one of several processes; without importing torch to find out."""
     module = sys.modules.get("perceiver_ar.distributed")
     return module is not None and module.joined()
+
+
+def is_full(error: RuntimeError) -> bool:
+    """Whether it says that there is not enough memory."""
+    from perceiver_ar.device import memory_is_full
+
+    return memory_is_full(error)
 
 
 def is_lost(error: RuntimeError) -> bool:

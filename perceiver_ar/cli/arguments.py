@@ -19,5 +19,6 @@ def first_of(arguments: list[str], usage: Callable[[], str]) -> str:
     """The name that a command's options follow from; without one, says how it is used, and ends."""
     if arguments and not arguments[0].startswith("-"):
         return arguments[0]
-    print(usage())
-    sys.exit(0 if "--help" in arguments or "-h" in arguments else 2)
+    asked = "--help" in arguments or "-h" in arguments
+    print(usage(), file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else 2)

@@ -26,6 +26,7 @@ def generate(
     seed: int = 0,
     int8: bool = False,
     out: Path | None = None,
+    overwrite: bool = False,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -47,8 +48,9 @@ def generate(
         repetition_penalty: Above 1, tokens that came before become less likely.
         latents: How many to use at most. Default: as many as in training.
         seed: Another seed gives other samples.
-        int8: Keep the weights of the blocks in eight bits: half the memory.
+        int8: Keep the weights of the blocks in eight bits: less memory, and on a CPU faster.
         out: File to write to; several samples are numbered. Of music, without .mid, .wav or .png: all three.
+        overwrite: Write to files that exist.
     """
     from perceiver_ar.device import best_dtype
     from perceiver_ar.distributed import join, leave
@@ -74,6 +76,7 @@ def generate(
         else task.prompt(prompt)
     )
     settings = {
+        "overwrite": overwrite,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,

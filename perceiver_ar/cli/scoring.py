@@ -110,6 +110,7 @@ def score(
     """
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import Windowing, score
+    from perceiver_ar.report import progress_bar
     from perceiver_ar.run import load
 
     model, task, _ = load(run, str(pick_device(device)))
@@ -120,9 +121,11 @@ def score(
         raise ValueError(f"{file} holds tokens that the model does not know.")
     nats: list[float] = []
     windowing = Windowing.of(model, latents=latents, stride=stride, batch_size=8)
-    for batch, _, parts in score(model, task, [document], windowing):
-        for row, part in zip(batch.float().cpu(), parts, strict=True):
-            nats += row[len(row) - len(part.places) :].tolist()
+    with progress_bar(not as_json, "scoring") as progress:
+        for batch, _, parts in score(model, task, [document], windowing):
+            for row, part in zip(batch.float().cpu(), parts, strict=True):
+                nats += row[len(row) - len(part.places) :].tolist()
+            progress(len(nats), document.stop - document.first)
     if as_json:
         print(json.dumps({"tokens": len(nats), "nats": nats, "mean": sum(nats) / len(nats)}))
     else:

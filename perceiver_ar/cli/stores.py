@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 
 from perceiver_ar.cli.arguments import first_of
+from perceiver_ar.strict import unknown
 
 
 def download(
@@ -26,6 +27,8 @@ def download(
         for known, dataset in datasets.DATASETS.items():
             print(f"{known:17} {dataset.about}\n{'':17} {dataset.licence}")
         return
+    if name not in datasets.DATASETS:
+        raise ValueError(unknown("data set", name, sorted(datasets.DATASETS)))
     if folder is None:
         raise ValueError(f"where to? perceiver-ar download {name} DIR")
     datasets.download(name, folder)

@@ -206,7 +206,8 @@ def prepare(
     )
     scratch = out.with_name(f".{out.name}.codes")
     work = partial(_keep, task, weights, scratch)
-    done = dict(readable(work, named, workers or (1 if voice.device == "cuda" else None), LONGEST))
+    alone = workers is None and voice.device == "cuda"
+    done = dict(readable(work, named, 1 if alone else workers, LONGEST))
     if not done:
         raise ValueError(f"{source} holds no recording that can be used.")
     store = write_store(

@@ -111,8 +111,14 @@ class Task(Config):
         """Turns one token after another into text; None where they are no text."""
         return None
 
+    def suited(self, model: AnyModelConfig) -> AnyModelConfig:
+        """The model, or one with the positions that this task needs, where a preset is for something else."""
+        return model
+
     def check_file(self, path: Path) -> None:
         """Refuses a file that what is drawn could not be written to."""
+        if path.suffix in (".png", ".mid", ".wav"):
+            raise ValueError(f"what the task {self.name} draws is text, which is not written to {path}.")
 
     def files_of(self, path: Path) -> list[Path]:
         """What is written where that is asked for: several files, where it has no suffix to say which."""

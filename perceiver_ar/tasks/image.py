@@ -4,7 +4,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -55,16 +55,25 @@ class ImageTask(Task):
         """Bytes of an image."""
         return 3 * self.size**2
 
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """Rows of the tables of positions that it needs."""
+        return self.size + SPARE, self.size + SPARE, 3 + SPARE
+
+    def suited(self, model: AnyModelConfig) -> AnyModelConfig:
+        if isinstance(model, TransformerXLConfig) or model.axes:
+            return model
+        return replace(model, positions="axial", axes=self.axes)
+
     def check(self, model: AnyModelConfig) -> None:
         if isinstance(model, TransformerXLConfig):
             raise ValueError(
                 "images need axial positions, which Transformer-XL does not have: take another model."
             )
-        rows = (self.size + SPARE, self.size + SPARE, 3 + SPARE)
-        if len(model.axes) != 3 or any(has < needs for has, needs in zip(model.axes, rows, strict=True)):
+        if len(model.axes) != 3 or any(has < needs for has, needs in zip(model.axes, self.axes, strict=True)):
             raise ValueError(
-                f"images of {self.size} pixels need --model.positions axial --model.axes "
-                f"{' '.join(map(str, rows))} or more."
+                f"images of {self.size} pixels need at least these rows of positions: "
+                f"--model.axes {' '.join(map(str, self.axes))}"
             )
 
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +25,7 @@ from perceiver_ar.store import Store, check_new
 from perceiver_ar.tasks.base import Document, Task, beginning
 from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, check_exact
 from perceiver_ar.windows import Tokens
+from perceiver_ar.workers import processes
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def prepare(
         out: Folder of the store.
         tokenizer: bytes; unigram or bpe: pieces of words, learned from the text; words: as they are.
         vocab_size: How many tokens, special ones included. Default: 32,000 pieces, or all words.
-        tokenizer_file: A sentencepiece .model, a tokenizer.json, or the words.txt of another store, instead.
+        tokenizer_file: A .model of sentencepiece, tokenizer.json or words.txt, or a store with one, instead.
         validation: Share of the documents that is kept for validation; of a single one, its end.
         test: The same for the test.
         pattern: Which files of a folder, such as *.txt.
@@ -133,6 +133,7 @@ def prepare(
         workers: Processes. Default: as many as there are cores.
     """
     check_new(out)
+    crew = processes(workers)
     kind, given = _given(tokenizer_file) if tokenizer_file is not None else (tokenizer, None)
     if vocab_size is not None and (given is not None or kind == "bytes"):
         raise ValueError("--vocab-size is for tokenizers that are made here: unigram, bpe or words.")
@@ -143,7 +144,7 @@ def prepare(
     shares = left(files.values(), asked)
     corpus = Corpus(parts_of(files, shares, to_the_byte=kind == "bytes"), key, shares)
     size = 32_000 if vocab_size is None and kind in ("unigram", "bpe") else vocab_size
-    store = make_store(corpus, out, kind, size, given, workers or os.cpu_count() or 1, _bar)
+    store = make_store(corpus, out, kind, size, given, crew, _bar)
     shutil.rmtree(_spool(out), ignore_errors=True)
     return store
 
@@ -153,7 +154,12 @@ def _bar(what: str) -> AbstractContextManager[Callable[[int, int], None]]:
 
 
 def _given(path: Path) -> tuple[Kind, bytes]:
-    """Kind and content of a tokenizer that the user has."""
+    """Kind and content of a tokenizer that the user has, as a file or in a store."""
+    if path.is_dir():
+        found = [path / name for name in vocabulary.FILES.values() if (path / name).is_file()]
+        if not found:
+            raise ValueError(f"{path} has no {', '.join(sorted(set(vocabulary.FILES.values())))}.")
+        path = found[0]
     if not path.is_file():
         raise ValueError(f"{path} does not exist.")
     content = path.read_bytes()
@@ -201,6 +207,7 @@ def _download(name: str, spool: Path, key: str) -> None:
         shutil.rmtree(spool)
         spool.mkdir()
         write_sealed(spool / ".about.json", about)
+    print(f"{name} is no file or folder here: looking for it on the hub.", file=sys.stderr)
     try:
         _write_splits(datasets.load_dataset(*name.split(":"), streaming=True), spool, key)
     except KeyError as error:
