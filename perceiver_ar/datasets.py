@@ -97,7 +97,7 @@ DATASETS = {
         ],
     ),
     "imagenet64": Dataset(
-        "Downsampled ImageNet, 64 x 64, as arrays (Chrabaszcz et al.)",
+        "Downsampled ImageNet, 64 x 64, as arrays (Chrabaszcz et al.; easier than the paper's own)",
         "ImageNet's terms of access: for research and education, not for commercial use",
         "perceiver-ar prepare image DIR --out store --size 64",
         lambda scratch: [
@@ -134,7 +134,7 @@ DATASETS = {
     "pg19": Dataset(
         "PG-19, 28,752 books of Project Gutenberg from before 1919 (DeepMind)",
         "Apache-2.0; the books are in the public domain in the United States",
-        "perceiver-ar prepare text DIR --out store --tokenizer unigram",
+        "perceiver-ar prepare text DIR --out store --tokenizer unigram --vocab-size 32077",
         _books,
         archives=False,
     ),

@@ -23,7 +23,7 @@ from perceiver_ar.reproduce.page import costs, table, write_page
 from perceiver_ar.reproduce.study import Cell, Study, means
 from perceiver_ar.store import Store, write_store
 from perceiver_ar.tasks.image import ImageTask
-from tests.ranks import wait_until
+from tests.ranks import on_ranks, wait_until
 
 SAID: list[str] = []
 
@@ -176,6 +176,44 @@ def test_a_cell_of_other_settings_is_not_taken_for_this_one(tmp_path: Path) -> N
         run(study_of(counted("one", [], settings=1)), bench, None, SAID.append)
 
 
+def test_cells_that_need_other_data_are_done_one_after_another(tmp_path: Path) -> None:
+    def piece(name: str, data: str, **others: Any) -> Cell:
+        return replace(counted(name, []), data=data, **others)
+
+    stores = [tmp_path / name for name in "ab"]
+    for name, store in zip(("v1", "v3"), stores, strict=True):
+        write_store(store, {"train": [np.arange(ord(name[1]))]}, 300, "tokens")
+        study = study_of(*(piece(each, "") for each in ("v1", "v3")))
+        results = run(study, Bench("paper", tmp_path / "out", store), name, SAID.append)
+    assert results["cells"] == "2 of 2"
+    assert "done" in costs(study, Bench("paper", tmp_path / "out"))
+    # Where all cells are of the same data, others are refused, and none need be told to see the plan.
+    same = study_of(piece("v1", "seal of a"), piece("v3", "seal of a"))
+    run(same, Bench("paper", tmp_path / "same", stores[0]), "v1", SAID.append)
+    assert "done" in costs(same, Bench("paper", tmp_path / "same"))
+    other = study_of(piece("v1", "seal of b"))
+    with pytest.raises(ValueError, match="other settings, data or machine"):
+        run(other, Bench("paper", tmp_path / "same", stores[1]), "v1", SAID.append)
+    for name in ("maestro", "soundstream"):
+        paper = get(name).cells(Bench("paper", tmp_path, stores[0]))
+        assert {cell.data for cell in paper} == {""}
+
+
+def cell_on_a_rank(folder: Path) -> list[Any]:
+    bench, said = Bench("smoke", folder, device="cpu"), list[str]()
+    found = run(get("books-context"), bench, "context-32-seed-0", said.append)
+    return [row["found"]["perplexity"] for row in found["rows"]] + [len(said)]
+
+
+def test_a_cell_is_trained_and_scored_by_all_processes_of_torchrun(tmp_path: Path) -> None:
+    (alone,) = on_ranks(1, cell_on_a_rank, tmp_path / "one")
+    first, second = on_ranks(2, cell_on_a_rank, tmp_path / "two")
+    assert first[0] == second[0] == pytest.approx(alone[0], rel=1e-5)
+    assert (first[1] > 0, second[1]) == (True, 0)  # which says what it does
+    (kept,) = (tmp_path / "two/runs").iterdir()
+    assert json.loads((kept / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+
+
 def test_one_cell_can_be_run_alone(tmp_path: Path) -> None:
     done: list[str] = []
     study = study_of(counted("one", done), counted("three", done))
@@ -273,8 +311,30 @@ def test_the_paper_s_own_figures_show_its_claim_and_others_do_not(
     rows, shows = paper_rows(name), get(name).shows
     if name == "image-latents":
         rows = [row for row in rows if row.about["trained with"] == "fixed"]
+    if name == "imagenet64":
+        assert shows(rows, "paper") is None  # not known to be the paper's images
+        rows = [replace(row, found={**row.found, "images": 49_999.0}) for row in rows]
     assert shows(rows, "paper") is True
     assert shows(changed(rows, figure, value, **about), "paper") is False
+
+
+def test_what_is_less_than_seeds_differ_is_not_shown() -> None:
+    measured = {
+        512: (71.36, 0.71),
+        1024: (70.71, 0.36),
+        2048: (70.66, 0.72),
+        4096: (70.25, 0.43),
+    }  # docs/log.md
+    for factor, shown in ((1.0, False), (0.9, True)):
+        rows = [
+            Row(
+                {"context": c},
+                {"perplexity": value * (factor if c == 4096 else 1), "perplexity (spread)": 2 * half},
+            )
+            for c, (value, half) in measured.items()
+        ]
+        assert get("books-context").shows(rows, "small") is shown
+    assert get("pg19").shows(rows, "small") is None  # the paper's figure is part of the claim
 
 
 def test_unequal_paces_show_nothing() -> None:
@@ -299,12 +359,15 @@ def test_copies_and_dropout_show_what_they_should() -> None:
     for first, last, shown in ((0.0, 1.0, True), (1.0, 1.0, False), (0.0, 0.0, False), (0.0, 0.5, False)):
         cells = [({"latents": n, "batch": b}, {"converged": last}) for n, b in ((8, 4), (4, 8), (8, 8))]
         assert of("copy-targets", ({"latents": 4, "batch": 4}, {"converged": first}), *cells) is shown
-    for deep, shown in ((0.02, True), (0.2, False)):
+    for deep, spread, shown in ((0.02, 0.0, True), (0.2, 0.0, False), (0.02, 0.05, False)):
         rows = []
         for kind, shallow, gain in (("cross", 0.1, deep), ("post-attention", 0.1, 0.3)):
             for depth, gained in ((4, shallow), (16, gain)):
                 rows += [
-                    ({"kind": kind, "depth": depth, "dropout": d}, {"nats": 2 - gained * (d > 0)})
+                    (
+                        {"kind": kind, "depth": depth, "dropout": d},
+                        {"nats": 2 - gained * (d > 0), "nats (spread)": spread},
+                    )
                     for d in (0.0, 0.75)
                 ]
         assert of("dropout", *rows) is shown
@@ -349,8 +412,8 @@ def test_what_other_data_cannot_show_is_not_shown() -> None:
     assert of("wikitext103", ({"context": 8}, {"perplexity": 1.0})) is None
 
 
-def image_store(folder: Path, size: int, seed: int) -> Path:
-    task = ImageTask(size)
+def image_store(folder: Path, size: int, seed: int, order: Any = "raster") -> Path:
+    task = ImageTask(size, order)
     pixels = np.random.default_rng(seed).integers(0, 256, (4, size, size, 3)).astype(np.uint8)
     documents = [task.encode(image) for image in pixels]
     write_store(folder, {"train": documents[:3], "validation": documents[3:]}, 259, "image", task.to_dict())
@@ -367,21 +430,23 @@ def test_other_data_are_not_taken_for_the_same(tmp_path: Path) -> None:
         wanted = ImageTask(4).decode(Store.open(stores[given]).split("train").read(0))
         assert np.array_equal(first, wanted)
     seals = {
-        cell.settings["data"]
-        for store in stores
-        for cell in get("image-order").cells(Bench("small", tmp_path, store))
+        cell.data for store in stores for cell in get("image-order").cells(Bench("small", tmp_path, store))
     }
     assert len(seals) == 4
 
 
 @pytest.mark.parametrize(
     ("name", "size", "said"),
-    [("image-order", 64, "has size 64, but 32 is needed"), ("maestro", 32, "of the task image, but music")],
+    [
+        ("image-order", 64, "has size 64, but 32 is needed"),
+        ("image-latents", 32, "has order rgb, but raster is needed"),
+        ("maestro", 32, "of the task image, but music"),
+    ],
 )
 def test_the_wrong_store_is_refused_before_anything_runs(
     name: str, size: int, said: str, tmp_path: Path
 ) -> None:
-    given = image_store(tmp_path / "store", size, 0)
+    given = image_store(tmp_path / "store", size, 0, "rgb")
     with pytest.raises(ValueError, match=said):
         run(get(name), Bench("small", tmp_path / "out", given), None, SAID.append)
     assert not (tmp_path / "out").exists()

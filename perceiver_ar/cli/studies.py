@@ -42,6 +42,7 @@ def reproduce(
         page: That page.
     """
     from perceiver_ar import reproduce as studies
+    from perceiver_ar.distributed import leave
     from perceiver_ar.reproduce.page import costs, table, write_page
 
     if report:
@@ -54,8 +55,9 @@ def reproduce(
         for known in studies.STUDIES.values():
             print(f"{known.name:15} {known.where:25} {known.claim}")
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("a study runs in one process: start it without torchrun.")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and (cell is None or jobs > 1):
+        raise ValueError("torchrun is for one training after another: give --cell, and no --jobs.")
     if name is not None and all:
         raise ValueError("give a name or --all, not both.")
     if seeds < 1:
@@ -72,6 +74,9 @@ def reproduce(
             print(costs(study, bench))
             continue
         results = studies.run(study, bench, cell, lambda line: print(line, file=sys.stderr, flush=True), jobs)
+        leave()
+        if os.environ.get("RANK", "0") != "0":
+            return
         print(table([studies.Row(**row) for row in results["rows"]]))
         means = " The figures mean nothing: smoke shows that the command works." if scale == "smoke" else ""
         print(f"Written to {folder}.{means}", file=sys.stderr)

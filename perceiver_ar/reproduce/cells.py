@@ -15,6 +15,7 @@ from perceiver_ar.architectures import build, compile_blocks
 from perceiver_ar.config import AnyModelConfig, Experiment
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import pick_device
+from perceiver_ar.distributed import join
 from perceiver_ar.evaluation import evaluate
 from perceiver_ar.plan import plan
 from perceiver_ar.reproduce.materials import NONE, Data
@@ -27,8 +28,8 @@ from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly, training_step
 from perceiver_ar.training import train
 
-MEANING = ("size", "levels", "codes")
-"""Settings of a task in which a store must be as an experiment says."""
+MEANING = ("size", "order", "levels", "codes")
+"""Settings of a task in which a store must be as an experiment says, unless they are changed."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,17 @@ def trained(
     beside: Experiment | None = None,
     documents: int | None = None,
     counted: str = "",
+    own_data: bool = False,
 ) -> Iterator[Cell]:
     """Cells that train a model and ask it, one for each seed.
 
     beside: the model gets the depth at which it takes as many steps a second as that one. documents: only
-    so many of the validation split. counted: what must have been counted of that split.
+    so many of the validation split. counted: what must have been counted of that split. own_data: other
+    cells of the study need another store.
     """
+
+    if bench.scale == "paper":  # as its plan counts on
+        experiment = replace(experiment, train=replace(experiment.train, compile=True))
 
     def cell(seed: int) -> Cell:
         chosen = replace(experiment, train=replace(experiment.train, seed=seed))
@@ -84,7 +90,6 @@ def trained(
             "experiment": chosen.to_dict(),
             "asks": [[dict(ask.about), ask.settings] for ask in asks],
             "documents": documents,
-            "data": data.seal,
             "beside": None if beside is None else beside.to_dict(),
         }
 
@@ -96,7 +101,8 @@ def trained(
             return run_of(*settled(), bench)
 
         def ready() -> Trained:
-            return finish(*settled(), bench, documents)
+            ranks, _ = join(bench.device)
+            return finish(*ranks.first(settled), bench, documents)
 
         def learn() -> None:
             found = ready()
@@ -109,8 +115,16 @@ def trained(
                 for ask, values in answers(ready(), asks, figures, more, place)
             ]
 
-        check = partial(check_store, experiment, data, bench, counted)
-        return Cell(named({**about, "seed": seed}), settings, work, hours(chosen), check, where, learn)
+        return Cell(
+            named({**about, "seed": seed}),
+            settings,
+            work,
+            data="" if own_data else data.seal,
+            hours=hours(chosen),
+            check=partial(check_store, experiment, data, bench, counted),
+            where=where,
+            learn=learn,
+        )
 
     return map(cell, range(bench.seeds))
 
@@ -127,13 +141,16 @@ def answers(
 
 def asked(found: Trained, ask: Ask) -> dict[str, Any]:
     """The report of an evaluation, which is done once and kept beside the model."""
+    ranks, _ = join(found.model.norm.weight.device.type)
     settings = {**ask.settings, "documents": len(found.documents)}
     kept = found.run / "asked" / f"{digest(settings)[:16]}.json"
-    if not kept.exists():
-        report = evaluate(found.model, found.task, found.documents, **ask.settings)
+    if ranks.first(kept.exists):
+        return json.loads(kept.read_text())
+    report = evaluate(found.model, found.task, found.documents, **ask.settings, ranks=ranks)
+    if ranks.leads:
         kept.parent.mkdir(exist_ok=True)
         write_whole(kept, json.dumps(report).encode())
-    return json.loads(kept.read_text())
+    return report
 
 
 def named(about: About) -> str:
@@ -151,7 +168,7 @@ def check_store(experiment: Experiment, data: Data, bench: Bench, counted: str =
         raise ValueError(
             f"{bench.data} is a store of the task {meta['task']}, but {experiment.task} is needed."
         )
-    for key in set(MEANING) & experiment.options.keys():
+    for key in (set(MEANING) & experiment.options.keys()) - {data.changes}:
         if meta["options"].get(key) != experiment.options[key]:
             raise ValueError(
                 f"{bench.data} has {key} {meta['options'].get(key)}, but {experiment.options[key]} is "
@@ -182,7 +199,8 @@ def teach(experiment: Experiment, data: Path | None, bench: Bench) -> Path:
 def finish(experiment: Experiment, data: Path | None, bench: Bench, documents: int | None = None) -> Trained:
     """A trained model, and the validation split, or only so many documents of it."""
     run = teach(experiment, data, bench)
-    model, task, _ = load(run, str(pick_device(bench.device)))
+    _, device = join(bench.device)
+    model, task, _ = load(run, str(device))
     source = open_source(task.name, task.to_dict(), data)
     scored = source.documents("validation")
     if documents is not None:

@@ -27,6 +27,8 @@ class Data:
     """Finds, or makes, the store when it is asked for."""
     seal: str
     """A text that changes when the data do."""
+    changes: str = ""
+    """Which setting of the given store is changed."""
 
 
 NONE = Data(lambda: None, "none")
@@ -64,7 +66,7 @@ def reordered(bench: Bench, order: Order) -> Data:
 
         return _made(bench, given, f"image-{order}", turned, after.to_dict())
 
-    return Data(find, f"{bench.seal}, {order}")
+    return Data(find, f"{bench.seal}, {order}", changes="order")
 
 
 def _made(

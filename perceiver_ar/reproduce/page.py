@@ -94,9 +94,12 @@ def costs(study: Study, bench: Bench) -> str:
         state = "done" if is_done(cell, bench) else f"{cell.hours:,.0f}" if cell.hours >= 1 else "below 1"
         lines.append(f"{cell.name:60} {state:>12}")
     left = sum(cell.hours for cell in cells if not is_done(cell, bench))
-    lines.append(f"{'to be run':60} {left:>12,.0f}")
-    command = _command(study, bench.scale, bench.seeds)
-    lines.append(f"Run one by one, where there is a GPU: {command} --out {bench.folder} --cell CELL")
+    lines.append(f"{'to be run, at most':60} {left:>12,.0f}")
+    out = "" if bench.shared else f" --out {bench.folder}"
+    command = f"{_command(study, bench.scale, bench.seeds)}{out} --cell CELL"
+    lines.append(f"Run one by one: {command}")
+    lines.append(f"On 8 GPUs: torchrun --nproc-per-node 8 -m {command.replace('-', '_', 1)}")
+    lines.append("What another study trained before in the same folder is not trained again.")
     if study.needs:
         lines.append(f"STORE: {study.needs_at(bench.scale)}")
     return "\n".join(lines)
@@ -115,8 +118,9 @@ def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
     head = [
         "# The paper's claims, run",
         "",
-        "Written by `perceiver-ar reproduce --all --report`; what was not run is not filled in. Minutes are "
-        "of the command that is named, which goes on from models that another study had trained before.",
+        "Written by `perceiver-ar reproduce --all --report`; what was not run is not filled in. Times are "
+        "those of the command that is named; models that another study had trained before are taken from "
+        "there, and not counted. ± is half the range over the seeds.",
         "",
         "| study | in the paper | small | paper's size |",
         "|---|---|---|---|",
@@ -159,7 +163,8 @@ def _verdict(results: dict[str, Any] | None) -> str:
 
 def _section(study: Study, folder: Path, page: Path, results: dict[str, Any]) -> list[str]:
     """What was found at one scale."""
-    cost = f"{results['seconds'] / 60:,.0f} minutes on {'; '.join(results['machines'])}"
+    minutes = round(results["seconds"] / 60)
+    cost = f"{minutes:,} minute{'s' * (minutes != 1)} on {'; '.join(results['machines'])}"
     rows = [Row(**row) for row in results["rows"]]
     lines = ["", f"**At `{results['scale']}`: {_verdict(results)}.** {results['cells']} cells, {cost}.", ""]
     command = _command(study, results["scale"], results["seeds"], results.get("jobs", 1))

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 
 from perceiver_ar.device import describe, pick_device
+from perceiver_ar.distributed import Ranks, join
 from perceiver_ar.reproduce.beside import learn_all
 from perceiver_ar.sealed import digest, read_sealed, write_sealed, write_whole
 from perceiver_ar.store import Store
@@ -42,6 +44,8 @@ class Cell:
     """All that decides what comes out."""
     work: Callable[[Path], list[Row]]
     """Does it, in a folder of its own."""
+    data: str = ""
+    """What changes when its data do; empty where other cells need other data, or none does."""
     hours: float = 0.0
     """How long it takes on one GPU, roughly."""
     check: Callable[[], None] = lambda: None
@@ -111,7 +115,8 @@ def run(
 ) -> dict[str, Any]:
     """Runs the cells that are not done yet, and writes what there is after each.
 
-    jobs: so many models are trained and evaluated at a time, all before anything else is timed.
+    jobs: so many models are trained and evaluated at a time, all before anything else is timed. Under
+    torchrun all its processes train each model and score its evaluation; the first does the rest.
     """
     if bench.scale != "smoke" and study.needs and bench.data is None:
         raise ValueError(f"{study.name} needs data: --data with {study.needs_at(bench.scale)}")
@@ -125,6 +130,9 @@ def run(
     for cell in cells:
         if cell.name not in done:
             cell.check()
+    ranks, _ = join(bench.device, minutes=24 * 60)  # while the first times or draws, the others wait
+    if not ranks.leads:
+        say = _nothing
     say(f"{study.name} ({study.where}), {bench.scale}.\nThe claim: {study.claim}\nHow: {study.protocol}")
     began = time.time() - _seconds(bench)
     if jobs > 1:
@@ -135,9 +143,13 @@ def run(
     for index, cell in enumerate(cells, 1):
         say(f"{index} of {len(cells)}: {cell.name}" + (": done before." if cell.name in done else ""))
         if cell.name not in done:
-            do(cell, bench)
-            write_results(study, bench, time.time() - began, jobs)
-    return write_results(study, bench, time.time() - began, jobs)
+            do(cell, bench, ranks)
+            ranks.first(lambda: write_results(study, bench, time.time() - began, jobs))
+    return ranks.first(lambda: write_results(study, bench, time.time() - began, jobs))
+
+
+def _nothing(line: str) -> None:
+    """What processes but the first say."""
 
 
 def _seconds(bench: Bench) -> float:
@@ -153,10 +165,11 @@ def kept(cell: Cell, bench: Bench) -> Path:
 
 
 def is_done(cell: Cell, bench: Bench) -> bool:
-    """Whether a cell was run, with these very settings and data."""
+    """Whether a cell was run, with these very settings, and with these data, if any are given."""
     if not kept(cell, bench).exists():
         return False
-    if read_sealed(kept(cell, bench))["settings"] != digest(cell.settings):
+    known = read_sealed(kept(cell, bench))
+    if known["settings"] != digest(cell.settings) or (bench.data and known["data"] != cell.data):
         raise ValueError(
             f"{kept(cell, bench)} was run with other settings, data or machine: remove it, or choose "
             "another --out."
@@ -164,13 +177,15 @@ def is_done(cell: Cell, bench: Bench) -> bool:
     return True
 
 
-def do(cell: Cell, bench: Bench) -> None:
-    """Runs a cell and keeps what it found."""
-    place = bench.folder / "cells" / cell.name
-    place.mkdir(parents=True, exist_ok=True)
-    rows = cell.work(place)
-    about = {"settings": digest(cell.settings), **bench.machine}
-    write_sealed(kept(cell, bench), {**about, "rows": [vars(row) for row in rows]})
+def do(cell: Cell, bench: Bench, ranks: Ranks) -> None:
+    """Runs a cell and keeps what it found, or what the first of several processes did."""
+    with TemporaryDirectory() as elsewhere:
+        place = bench.folder / "cells" / cell.name if ranks.leads else Path(elsewhere)
+        place.mkdir(parents=True, exist_ok=True)
+        rows = cell.work(place)
+    about = {"settings": digest(cell.settings), "data": cell.data, **bench.machine}
+    if ranks.leads:
+        write_sealed(kept(cell, bench), {**about, "rows": [vars(row) for row in rows]})
 
 
 def write_results(study: Study, bench: Bench, seconds: float, jobs: int) -> dict[str, Any]:
@@ -211,6 +226,11 @@ def means(rows: Sequence[Row]) -> list[Row]:
         same = list(group)
         merged.append(Row(key, dict(_merged(same)), same[0].paper, same[0].at))
     return merged
+
+
+def half_spread(row: Row, name: str) -> float:
+    """How far seeds are from their mean; 0 of a single one."""
+    return (row.found.get(f"{name} (spread)") or 0.0) / 2
 
 
 def _order(about: About) -> list[tuple[str, bool, str | float]]:
