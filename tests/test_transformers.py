@@ -71,6 +71,13 @@ def exported(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
+def test_weights_may_be_given_without_a_folder() -> None:
+    config = PerceiverARConfig(**ModelConfig(33, 24, 8, channels=16, heads=2, layers=1).to_dict())
+    weights = PerceiverARForCausalLM(config).state_dict()
+    again = PerceiverARForCausalLM.from_pretrained(None, config=config, state_dict=weights)
+    assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
+
+
 @pytest.mark.parametrize("settings", [{}, {"tied": True}, {"positions": "learned"}, {"queries": "learned"}])
 def test_logits_are_ours(settings: dict[str, Any], tmp_path: Path) -> None:
     model, tokens = make(**settings), drawn(3, 40)

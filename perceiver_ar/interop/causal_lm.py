@@ -126,9 +126,10 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
             *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
         model, info = loaded
-        name = args[0] if args else kwargs.get("pretrained_model_name_or_path", "")
-        for path in Path(name, kwargs.get("subfolder", "")).glob(f"{Path(WEIGHTS).stem}*.safetensors"):
-            check_types(path)
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if name is not None:  # else the weights are given as state_dict
+            for path in Path(name, kwargs.get("subfolder", "")).glob(f"{Path(WEIGHTS).stem}*.safetensors"):
+                check_types(path)
         misshapen = set() if ignore_mismatched_sizes else {name for name, *_ in info["mismatched_keys"]}
         for wrong, names in (
             ("have other sizes than its config:", misshapen),

@@ -81,7 +81,8 @@ def _lines(study: Study, rows: Sequence[Row]) -> dict[str, list[tuple[Any, float
         x, y = {**row.about, **row.found}.get(over), row.found.get(figure)
         if x is not None and y is not None:
             names = [study.by] if study.by else [key for key in row.about if key != over]
-            label = ", ".join(f"{key} {row.about[key]}" for key in names)
+            values = {key: row.about[key] for key in names}
+            label = ", ".join(v if isinstance(v, str) else f"{key} {v}" for key, v in values.items())
             lines.setdefault(label, []).append((x, y))
     return lines
 
