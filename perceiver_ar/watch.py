@@ -93,4 +93,6 @@ class Watch:
                 file=sys.stderr,
                 flush=True,
             )
+        else:  # once others lose this one, they are busy with that, and name nobody
+            time.sleep(4 * self.every)
         os._exit(1)
