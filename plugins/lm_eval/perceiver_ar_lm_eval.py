@@ -9,6 +9,6 @@ def announce() -> None:
     registry = getattr(sys.modules.get("lm_eval.api.registry"), "model_registry", None)
     if registry is not None:
         with suppress(Exception):
-            import lm_eval.models  # noqa: F401  # lm-eval's own models, added only to an empty registry
+            import lm_eval.models  # noqa: F401  # first: its own are added only to an empty registry
 
             registry.register("perceiver-ar", target="perceiver_ar.interop.lm_eval:PerceiverARLM")
