@@ -1,14 +1,14 @@
-"""Tells lm-eval, where it runs, of the model perceiver-ar."""
+"""Registers the model perceiver-ar with lm-eval, in processes where lm-eval runs."""
 
 import sys
 from contextlib import suppress
 
 
 def announce() -> None:
-    """Called by `import torch`, which nothing that goes wrong here may disturb."""
+    """Called by `import torch`, so no failure here may propagate."""
     registry = getattr(sys.modules.get("lm_eval.api.registry"), "model_registry", None)
     if registry is not None:
         with suppress(Exception):
-            import lm_eval.models  # noqa: F401  # which adds lm-eval's own only while there are none
+            import lm_eval.models  # noqa: F401  # first: its own are added only to an empty registry
 
             registry.register("perceiver-ar", target="perceiver_ar.interop.lm_eval:PerceiverARLM")
