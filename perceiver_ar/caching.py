@@ -2,7 +2,7 @@
 
 The keys and values of the cross-attend depend only on a token and its position, so they are computed once
 per input and kept. Those of the self-attends are kept for up to N latents; the next token then triggers a
-refresh, which computes N / 2 latents anew over the same inputs (appendix E). The logits of every step equal
+refresh, which recomputes N / 2 latents over the same inputs (appendix E). The logits of every step equal
 the last row of an uncached forward over the same inputs with as many latents.
 
 Letters: B batch, P prompt, M inputs that are kept, N latents that are kept, T a few inputs, H heads,
@@ -61,7 +61,7 @@ class Cache:
         first: Tensor | None = None,
         position_rows: int = 1,
     ) -> "Cache":
-        """An empty cache for so many inputs and latents."""
+        """An empty cache with room for these numbers of inputs and latents."""
         config, like = model.config, model.norm.weight
         axes, width = max(1, len(config.axes)), config.input_width // config.cross_head_count
         cross = (batch, config.cross_head_count, inputs, width)
@@ -82,7 +82,7 @@ class Cache:
         return self.tokens.shape[1], self.self_keys.shape[3]
 
     def with_room(self, inputs: int) -> "Cache":
-        """A copy with room for so many inputs."""
+        """A copy with room for this number of inputs."""
         more = inputs - self.room[0]
         return replace(
             self,
@@ -158,7 +158,7 @@ def read(model: PerceiverAR, cache: Cache, tokens: Tensor, positions: Tensor) ->
 def refresh(
     model: PerceiverAR, cache: Cache, latents: int, stack: Stack | None = None
 ) -> tuple[Tensor, Cache]:
-    """Computes the last `latents` latents anew from the cached inputs: logits (B, V), and the cache."""
+    """Recomputes the last `latents` latents from the cached inputs: logits (B, V), and the cache."""
     if not 1 <= latents <= min(cache.inputs, cache.room[1]):
         raise ValueError(
             f"latents must be from 1 to the {cache.inputs} inputs, and no more than there is room for "

@@ -17,7 +17,7 @@ CAPTURE_REFRESHES_FROM = 4
 
 
 def fastest(model: PerceiverAR, cache: Cache, tokens: int) -> tuple[Decode, Stack]:
-    """The fastest way to generate so many tokens: on a GPU, CUDA graphs, of fused kernels if possible."""
+    """The fastest functions for this number of steps: on a GPU, CUDA graphs, with our kernels if possible."""
     if cache.keys.device.type != "cuda" or tokens < CAPTURE_FROM:
         return decode_one, deepen
     _, latents = cache.room

@@ -1,4 +1,4 @@
-"""Random numbers determined by a seed and an index alone, whoever draws them and whatever else is drawn.
+"""Random numbers determined by a seed and an index alone, on any process and in any order.
 
 A batch split over processes or micro-batches thus gets the same dropout as a whole one. Torch's own
 generators are sequential, so that a number depends on how many were drawn before it.
@@ -51,7 +51,7 @@ def kept(seeds: Tensor, share: float, *shape: int) -> Tensor:
 
 
 def drop(x: Tensor, share: float, seeds: Tensor | None) -> Tensor:
-    """Dropout on x (B, ...), or x itself without seeds."""
+    """Dropout on x (B, ...), or x itself if there are no seeds."""
     if seeds is None or share == 0:
         return x
     return torch.where(kept(seeds, share, *x.shape[1:]), x, 0) * (1 / (1 - share))

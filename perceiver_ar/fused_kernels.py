@@ -1,6 +1,6 @@
 """The Triton kernels of fused.py.
 
-Most of what lies between two matrix products is fused into them, and only keys already written are read.
+Most operations between two matrix products are fused into them; only keys already written are read.
 While the previous kernel still runs, the next one fetches what it can, and computes what that allows
 (programmatic dependent launch). This is safe for everything written before the step: the weights, and all
 keys and values but the newest.

@@ -125,7 +125,7 @@ class Block(nn.Module):
         return x if turn is None else rotate(x, turn)
 
     def update(self, z: Tensor, attended: Tensor, seeds: Tensor | None = None) -> Tensor:
-        """Adds the attention output (B, H, N, K), projected, and then the MLP; seeds (B,): of the dropout."""
+        """Adds the attention output (B, H, N, K), projected, and then the MLP; seeds (B,): for dropout."""
         z = z + drop(self.out(attended.transpose(1, 2).flatten(2)), self.dropout, seeds)
         return z + drop(self.mlp(self.mlp_norm(z)), self.dropout, branch(seeds, 1))
 
