@@ -41,7 +41,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports on first use: torch alone takes over a second, and `--help` needs none of it."""
+    """Imports a name on first use: torch alone takes over a second to import, and `--help` does without."""
     if name not in _HOME:
         raise AttributeError(f"module 'perceiver_ar' has no attribute '{name}'")
     if _HOME[name] is None:

@@ -1,4 +1,4 @@
-"""The three kinds of model: which module a config describes, and which one a folder holds."""
+"""The three kinds of model: the module for a config, and the model in a folder."""
 
 import json
 from pathlib import Path
@@ -22,34 +22,34 @@ MODELS: dict[type, type[Decoder]] = {
 
 
 def build(config: AnyModelConfig) -> Decoder:
-    """The module that a config describes."""
+    """Builds the module that a config describes."""
     return MODELS[type(config)](config)
 
 
 def parameter_count(config: AnyModelConfig) -> int:
-    """How many parameters the module of a config has, without making them."""
+    """Counts the parameters of a config's module without allocating them."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def load_model(name: Path, device: str = "cpu") -> Decoder:
-    """The model of a folder, or of a repository on the hub, whichever kind it is."""
+    """Loads the model in a folder or a repository on the hub, whichever kind it is."""
     folder = find(name, {})
     try:
         found = json.loads((folder / CONFIG).read_text()).get("model_type")
     except (OSError, ValueError, AttributeError):
-        found = None  # from_pretrained says what is wrong
+        found = None  # from_pretrained reports what is wrong
     kinds = {kind.model_type: kind for kind in MODELS.values()}
     return kinds.get(found, PerceiverAR).from_pretrained(folder, map_location=device)
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Compiles each block and the output, as torch.compile does; blocks of one shape share what is compiled.
+    """Compiles each block and the output in place; blocks of the same shape share the compiled code.
 
-    Training, evaluation, padding and changing lengths each need it once more: more often, together,
-    than torch would compile before it goes on without a word, and without compiling.
+    Training, evaluation, padding and changing lengths each recompile it. Together they exceed torch's
+    default limit, beyond which it silently runs uncompiled code.
     """
-    import torch._dynamo  # it takes a second
+    import torch._dynamo  # takes a second
 
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(64, dynamo.recompile_limit)

@@ -1,7 +1,7 @@
-"""Right-aligned causal attention, rotary positions, and the choice of kernel.
+"""Right-aligned causal attention, rotary embeddings, and the choice of kernel.
 
-The last query stands at the last key, so query n of N sees keys 0 ... M - N + n of M, its own
-included. Which keys a query may see is never written out as an N x M table of floats.
+The last query is aligned with the last key: query n of N attends to keys 0 ... M - N + n of M, its own
+included. The mask is never built as an N x M table of floats.
 
 Letters: B batch, M keys, N queries, H heads, K head width, W keys that can be hidden.
 """
@@ -20,13 +20,13 @@ from perceiver_ar.flex import Blocks
 from perceiver_ar.parts import Share
 
 Rotation = tuple[Tensor, Tensor]
-"""What each channel, and the other channel of its pair, is multiplied by: (B or 1, 1, T, K) each."""
+"""Factors (B or 1, 1, T, K) of each channel itself, and of the other channel of its pair."""
 
 
 def rotation(positions: Tensor, head_width: int, fraction: float, max_wavelength: float) -> Rotation:
-    """The angles that turn a leading fraction of each head's channels, in interleaved pairs.
+    """Rotary factors for the leading fraction of each head's channels, in interleaved pairs.
 
-    Wavelengths (over 2 pi) are log-spaced from 1 to the longest, both ends included, as in the
+    Wavelengths (over 2 pi) are log-spaced from 1 to max_wavelength, both ends included, as in the
     authors' code.
     """
     pairs = int(head_width * fraction) // 2
@@ -38,8 +38,8 @@ def rotation(positions: Tensor, head_width: int, fraction: float, max_wavelength
 
 
 def angles(positions: Tensor, max_wavelength: float, count: int) -> Tensor:
-    """Position times each of the log-spaced frequencies from 1 down to 1 / max_wavelength."""
-    # Float32 is off by 0.06 radians at a million, so reduce in float64 (which MPS does not have).
+    """Position times each of the log-spaced frequencies from 1 down to 1 / max_wavelength, modulo 2 pi."""
+    # Float32 is off by 0.06 radians at position 1,000,000, so reduce in float64, which MPS lacks.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     exponents = torch.linspace(0, 1, count, dtype=dtype, device=positions.device)
     turns = positions[..., None].to(dtype) * max_wavelength**-exponents
@@ -47,9 +47,9 @@ def angles(positions: Tensor, max_wavelength: float, count: int) -> Tensor:
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Turns the leading of the last dimension's channels, (B, H, T, K); the rest pass through."""
+    """Rotates the leading channels of queries or keys (B, H, T, K); the others pass through."""
     own, other = by
-    if x.shape[-1] % 2:  # the last channel has no other
+    if x.shape[-1] % 2:  # the last channel has no partner
         return rotate(F.pad(x, (0, 1)), (F.pad(own, (0, 1)), F.pad(other, (0, 1))))[..., :-1]
     wide = x.to(torch.promote_types(x.dtype, own.dtype))
     swapped = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -67,11 +67,11 @@ def attend(
 ) -> Tensor:
     """Causal attention with the queries aligned to the last keys.
 
-    visible (B, W) says which of the last W keys, W >= N, may be seen at all; keys before those are
-    open to every query. With own, a query sees its own key even where that is hidden from others.
-    A query that sees nothing gives zero. blocks: what blocks_shown found, where it is known already.
-    share: processes that attend to their keys together; k and v are this one's, which all queries may
-    see unless it is the last of them.
+    visible (B, W), W >= N, marks which of the last W keys may be attended to; all keys before those
+    are visible. With own, a query always sees its own key, even one that is hidden from others.
+    A query that sees no key gives zeros. blocks: the result of blocks_shown, if it is already known.
+    share: processes that split the keys between them. k and v are then this process's part, and all of
+    its keys precede the queries, except in the last process, whose final N keys are the queries' own.
     """
     # (B, H, N, K) x (B, H, M, K): query n sees keys up to M - N + n.
     assert k.shape == v.shape
@@ -89,7 +89,7 @@ def attend_packed(
     own: bool = False,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """For queries, keys and values that lie together, (B, N, 3, H, K), and are still to be turned."""
+    """Causal self-attention on packed queries, keys and values (B, N, 3, H, K), not yet rotated."""
     q, k, _ = unpack(qkv, None)
     if _kernel(q, k, visible, own, blocks) is flash4.attend:
         return flash4.attend_packed(qkv if turn is None else _turn_packed(qkv, turn))
@@ -97,13 +97,16 @@ def attend_packed(
 
 
 def unpack(qkv: Tensor, turn: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, turned, and values, (B, H, N, K) each, of what lies together."""
+    """Splits packed queries, keys and values into (B, H, N, K) each, and rotates queries and keys."""
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     return (q, k, v) if turn is None else (rotate(q, turn), rotate(k, turn), v)
 
 
 def _turn_packed(qkv: Tensor, turn: Rotation) -> Tensor:
-    """Turns them where they lie. Values are gone over too: compiled gradients of slices are slow."""
+    """Rotates packed queries and keys without unpacking them.
+
+    The values are rotated too and then discarded: the compiled gradient of a slice is slow.
+    """
     own, other = (x.transpose(1, 2)[:, :, None] for x in turn)  # (B or 1, N, 1, 1, K)
     of_values = torch.arange(3, device=qkv.device)[:, None, None] == 2
     return torch.where(of_values, qkv, rotate(qkv, (own, other)))
@@ -112,8 +115,8 @@ def _turn_packed(qkv: Tensor, turn: Rotation) -> Tensor:
 def _kernel(
     q: Tensor, k: Tensor, visible: Tensor | None, own: bool, blocks: Blocks | None
 ) -> Callable[..., Tensor]:
-    """The fastest kernel for this device and shape (the CPU's figures: docs/log.md)."""
-    if torch.onnx.is_in_onnx_export():  # ONNX knows none of the kernels, but all operations of this
+    """The fastest kernel for this device and shape (CPU measurements: docs/log.md)."""
+    if torch.onnx.is_in_onnx_export():  # ONNX has none of the kernels, but every operation of the reference
         return reference
     queries, keys, width = q.shape[2], k.shape[2], q.shape[-1]
     short = q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16)
@@ -136,15 +139,15 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, own: bool = False) -> Tensor:
-    """What attend computes, written out plainly: the slow twin of every kernel below."""
+    """The reference implementation of attend: slow, and what every kernel below is tested against."""
     open_ = _open(q, k, visible, own, 0, q.shape[2])
     scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
     weights = scores.masked_fill(~open_, -torch.inf).softmax(dim=-1)
-    return weights.nan_to_num(0.0) @ v  # rows of -inf alone: nothing seen
+    return weights.nan_to_num(0.0) @ v  # a softmax over -inf alone: no visible key
 
 
 def _open(q: Tensor, k: Tensor, visible: Tensor | None, own: bool, start: int, stop: int) -> Tensor:
-    """Which keys the queries start ... stop - 1 may see: (B or 1, 1, rows, keys)."""
+    """Mask of the keys that queries start ... stop - 1 may attend to, (B or 1, 1, rows, keys)."""
     before = k.shape[2] - q.shape[2]
     keys = torch.arange(before + stop, device=q.device)
     standing = torch.arange(before + start, before + stop, device=q.device)[:, None]
@@ -157,7 +160,7 @@ def _open(q: Tensor, k: Tensor, visible: Tensor | None, own: bool, start: int, s
 
 
 def _attend_square(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) -> Tensor:
-    """As many queries as keys, or one query that sees all: SDPA's own causal mask is right."""
+    """SDPA, whose causal mask fits as many queries as keys, or a single query, which sees all keys."""
     if q.shape[2] == 1:
         return F.scaled_dot_product_attention(q, k, v)
     if q.device.type != "cuda":
@@ -166,7 +169,7 @@ def _attend_square(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) ->
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-# cuDNN first: on Hopper it is faster than flash on squares (benchmarks/RESULTS.md).
+# cuDNN first: on Hopper it is faster than flash when N = M (benchmarks/RESULTS.md).
 _CUDA_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -187,13 +190,13 @@ def _attend_flash(q: Tensor, k: Tensor, v: Tensor, visible: None, own: bool) -> 
 
 
 def _attend_by_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
-    """SDPA over a few queries at a time, on any device: only their rows of the mask exist at once."""
+    """SDPA over a few queries at a time, on any device: the mask is only built for those rows."""
     rows, before = min(256, math.ceil(q.shape[2] / 4)), k.shape[2] - q.shape[2]
     parts = []
     for start in range(0, q.shape[2], rows):
         stop = min(start + rows, q.shape[2])
         open_ = _open(q, k, visible, own, start, stop)
-        # A row without a single open key would be NaN: open it, and zero its result.
+        # A row without a visible key would be NaN: unmask it, and zero its result.
         some = open_.any(dim=-1, keepdim=True)
         part = masked(q[:, :, start:stop], k[:, :, : before + stop], v[:, :, : before + stop], open_ | ~some)
         parts.append(part * some)
@@ -201,7 +204,7 @@ def _attend_by_rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """SDPA, but not by cuDNN, which torch 2.11 prefers on Hopper; with masks it errs (pytorch 196678)."""
+    """SDPA without cuDNN, which torch 2.11 prefers on Hopper but which errs with masks (pytorch 196678)."""
     if q.device.type != "cuda":
         return F.scaled_dot_product_attention(q, k, v, mask)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):

@@ -1,8 +1,8 @@
-"""What Perceiver AR is compared with: a decoder-only Transformer, and Transformer-XL.
+"""The baselines that Perceiver AR is compared with: a decoder-only Transformer, and Transformer-XL.
 
-Both are called, trained, evaluated and drawn from as Perceiver AR is; here "the last N" are outputs
-of the last N inputs. What was computed for earlier inputs is a value that is passed in and returned:
-keys and values for the one, the memory for the other.
+Both share the interface of Perceiver AR for calls, training, evaluation and generation; "the last N" are
+the outputs at the last N inputs. State computed from earlier inputs is passed in and returned: the
+Transformer's keys and values, Transformer-XL's memory.
 
 Letters: B batch, M inputs, N outputs, T keys (memory and inputs), C channels, H heads, K head width,
 L layers.
@@ -33,12 +33,12 @@ from perceiver_ar.model import MLP, Block
 
 @dataclass(frozen=True)
 class Past:
-    """What a model keeps of the inputs so far."""
+    """What a model keeps of earlier inputs: a KV cache or a memory."""
 
     kept: list[tuple[Tensor, ...]]
-    """Of each layer: keys and values (B, H, T, K), or states (B, T, C)."""
+    """Per layer: keys and values (B, H, T, K), or hidden states (B, T, C)."""
     visible: Tensor | None
-    """(B, T): which of them are not padding; None: all."""
+    """(B, T): mask of the inputs that are not padding; None: no padding."""
 
 
 class Transformer(Decoder):
@@ -68,14 +68,14 @@ class Transformer(Decoder):
         return z[:, -count:]
 
     def held(self, total: int) -> int:
-        """How many of all inputs so far are used: where the context is full, half of it is forgotten."""
+        """How many of the inputs so far are used: when the context is full, half of it is dropped."""
         context, keep = self.config.context, self.config.context // 2
         return total if total <= context else keep + 1 + (total - context - 1) % (context - keep)
 
     def extend(
         self, tokens: Tensor, positions: Tensor, past: Past | None, visible: Tensor | None = None
     ) -> tuple[Tensor, Past]:
-        """Logits after the last of some more inputs (B, T), (B, V), and the past with those."""
+        """Appends inputs (B, T): the logits (B, V) after the last of them, and the extended KV cache."""
         visible = _joined(past, visible, tokens)
         z, turn, kept = self.embedding(tokens, positions), self.self_turn(positions), []
         for index, block in enumerate(self.self_attends):
@@ -89,7 +89,7 @@ class Transformer(Decoder):
 
 
 def _joined(past: Past | None, visible: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Which of the inputs before and of these are not padding."""
+    """Mask of the inputs that are not padding, past and new ones; None: no padding."""
     before = None if past is None else past.visible
     if past is None or (before is None and visible is None):
         return visible
@@ -100,7 +100,7 @@ def _joined(past: Past | None, visible: Tensor | None, tokens: Tensor) -> Tensor
 
 
 class RelativeBlock(nn.Module):
-    """Attention to a memory and to the inputs by content and distance, then an MLP."""
+    """Attention to a memory and the inputs, with scores by content and by distance, then an MLP."""
 
     def __init__(self, channels: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -141,16 +141,19 @@ class RelativeBlock(nn.Module):
 
 
 def _shifted(scores: Tensor) -> Tensor:
-    """From scores by distance, (B, H, N, T) from T - 1 down, to scores by key; those ahead mean nothing."""
+    """Scores by distance, (B, H, N, T) from T - 1 down to 0, realigned to scores by key.
+
+    Those of future keys are meaningless.
+    """
     queries, keys = scores.shape[-2:]
     return F.pad(scores, (1, 0)).flatten(-2)[..., queries:].unflatten(-1, (queries, keys))
 
 
 class TransformerXL(Decoder):
-    """Transformer-XL, with layer norms before attention and MLP as Perceiver AR has them.
+    """Transformer-XL with pre-norm blocks, as in Perceiver AR.
 
-    A call makes the memory of its window anew; `segment` and `extend` take it and give it on. A token
-    that is drawn is a segment of its own, which sees the memory alone.
+    Each call computes the memory of its window; `segment` and `extend` take a memory and return the next.
+    In generation each token is a segment of its own, which attends to the memory and itself.
     """
 
     config_class = TransformerXLConfig
@@ -161,11 +164,11 @@ class TransformerXL(Decoder):
         super().__init__()
         self.config = config
         self.embedding = InputEmbedding(config.stack())
-        if config.cutoffs:  # small, since the output shares them
+        if config.cutoffs:  # with a small std, since the output shares them
             sizes = config.vocab_size, config.channels, config.cutoffs, config.cutoff_factor
             self.embedding.tokens = AdaptiveEmbedding(*sizes, std=0.02)
         self.distances = SinusoidalPositions(config.channels, 10_000.0)
-        self.biases = Vectors(2, config.channels)  # of content and of distance, shared by all layers
+        self.biases = Vectors(2, config.channels)  # for content and distance, shared by all layers
         self.self_attends = nn.ModuleList(
             RelativeBlock(config.channels, config.heads, config.residual_dropout)
             for _ in range(config.layers)
@@ -175,11 +178,11 @@ class TransformerXL(Decoder):
 
     @property
     def reach(self) -> int:
-        """States before a segment that it sees."""
+        """How many states before a segment it attends to."""
         return self.config.memory if self.training else self.config.evaluation_memory
 
     def _latents(self, given: Inputs, count: int) -> Tensor:
-        """Segments one after the other, each without a gradient to those before."""
+        """Runs the segments in order; no gradient flows from a segment to earlier ones."""
         tokens, visible, seeds = given.tokens, given.visible, given.seeds
         end, past = tokens.shape[1], None
         last, begin = end - count, max(0, end - count - self.reach)
@@ -201,9 +204,9 @@ class TransformerXL(Decoder):
         keep: int | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Past]:
-        """States (B, N, C) of a segment's inputs behind all layers, and the memory for the next.
+        """The final states (B, N, C) of a segment's inputs, and the memory for the next segment.
 
-        keep: how many states the memory has; by default as many as a segment sees.
+        keep: the length of that memory, by default as many states as a segment attends to.
         """
         visible = _joined(past, visible, tokens)
         z = self.embedding.tokens(tokens)
@@ -222,19 +225,22 @@ class TransformerXL(Decoder):
         return z, Past(states, None if visible is None else visible[:, gone:])
 
     def blank(self, rows: int) -> Past:
-        """A memory of zeros, as long as a segment sees."""
+        """A memory of zeros, as long as a segment attends to."""
         like = self.norm.weight
         return Past([(like.new_zeros(rows, self.reach, len(like)),)] * len(self.self_attends), None)
 
     def score_on(
         self, tokens: Tensor, targets: Tensor, past: Past | None, visible: Tensor | None
     ) -> tuple[Scores, Past]:
-        """What is known of the targets (B, N) of a segment, and the memory for the next."""
+        """The Scores of a segment's targets (B, N), and the memory for the next segment."""
         z, past = self.segment(tokens, past, visible, seeds=self._seeds(tokens))
         return self.output(self.norm(z), self.embedding.tokens, targets), past
 
     def _mask(self, shown: Tensor, inputs: int, seeds: Tensor | None) -> Tensor:
-        """Which keys each input may see, (B, 1, N, T): those before it that are shown (B, T), and its own."""
+        """Causal mask (B, 1, N, T) of the keys that are shown (B, T), and each input's own.
+
+        seeds: of the memory dropout, which hides a share of the memory from the whole segment.
+        """
         keys, before = shown.shape[1], shown.shape[1] - inputs
         if seeds is not None and self.config.memory_dropout:
             shown = shown & F.pad(kept(seeds, self.config.memory_dropout, before), (0, inputs), value=True)
@@ -243,13 +249,13 @@ class TransformerXL(Decoder):
         return ((key <= own) & (shown[:, None] | (key == own)))[:, None]
 
     def held(self, total: int) -> int:
-        """How many of all inputs so far are used: all, by way of the memory."""
+        """How many of the inputs so far are used: all, through the memory."""
         return total
 
     def extend(
         self, tokens: Tensor, positions: Tensor, past: Past | None, visible: Tensor | None = None
     ) -> tuple[Tensor, Past]:
-        """Logits after the last of some more inputs (B, T), (B, V), and the memory with those."""
+        """Appends inputs (B, T): the logits (B, V) after the last of them, and the new memory."""
         z = None
         for start in range(0, tokens.shape[1], self.config.segment):
             part = slice(start, start + self.config.segment)
@@ -262,7 +268,7 @@ class TransformerXL(Decoder):
 def continued(
     model: Transformer | TransformerXL, tokens: Tensor, places: Tensor, lengths: Tensor | None
 ) -> Engine:
-    """Each token is computed once, with what is kept of those before."""
+    """Generates with a cache: each token is computed once."""
     past, begin, done, given = None, 0, 0, tokens.shape[1]
     while True:
         total = tokens.shape[1]
@@ -280,7 +286,10 @@ def continued(
 def recomputed(
     model: Transformer | TransformerXL, tokens: Tensor, places: Tensor, lengths: Tensor | None
 ) -> Engine:
-    """As continued, but all is computed at each step, so Transformer-XL sees its memory and no further."""
+    """As `continued`, but recomputes the whole window at every step.
+
+    Transformer-XL then sees no further back than its memory is long.
+    """
     given = tokens.shape[1]
     while True:
         total = tokens.shape[1]

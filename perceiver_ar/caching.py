@@ -1,9 +1,9 @@
-"""The cache of generation, in the pieces of a loop: prefill, step, refresh.
+"""The KV cache of generation, as the pieces of a loop: prefill, step, refresh.
 
-The cross-attend's keys and values depend on a token and its position alone, so they are computed
-once for each input and kept. The self-attends' are kept for up to N latents; the next token then
-makes N / 2 fresh latents over the same inputs (appendix E). Every step equals the last row of a
-plain forward over the same inputs with as many latents.
+The keys and values of the cross-attend depend only on a token and its position, so they are computed once
+per input and kept. Those of the self-attends are kept for up to N latents; the next token then triggers a
+refresh, which recomputes N / 2 latents over the same inputs (appendix E). The logits of every step equal
+the last row of an uncached forward over the same inputs with as many latents.
 
 Letters: B batch, P prompt, M inputs that are kept, N latents that are kept, T a few inputs, H heads,
 K head width, L layers, V vocabulary, A position axes.
@@ -22,21 +22,21 @@ from perceiver_ar.decoder import Decoder
 from perceiver_ar.model import Block, PerceiverAR, Turns, latent_numbers
 
 Decode = Callable[[PerceiverAR, "Cache", Tensor, Tensor], Tensor]
-"""Such as decode_one: model, cache, token (B,) and position (B or 1, 1, A) to logits (B, V)."""
+"""A function like decode_one: model, cache, token (B,) and position (B or 1, 1, A) to logits (B, V)."""
 
 Stack = Callable[[PerceiverAR, "Cache", Tensor, Tensor, Tensor | None], Tensor]
-"""Such as deepen: model, cache, latents (B, T, C), their positions, which may be seen: logits (B, V)."""
+"""A function like deepen: model, cache, latents (B, T, C), their positions and mask to logits (B, V)."""
 
 _STRETCH = 16_384
-"""Inputs of which keys and values are computed at a time."""
+"""How many inputs' keys and values are computed at a time."""
 
 
 @dataclass(frozen=True)
 class Cache:
     """What a step needs of the inputs before it, in tensors of fixed size.
 
-    A value: each piece below takes one and returns the next. They share their tensors, which are
-    written in place behind what is held already; clone those to go two ways from one cache.
+    A value: each function below takes one and returns the next. They share their tensors, which are
+    written in place after the entries already held; clone those to continue from one cache in two ways.
     """
 
     tokens: Tensor  # (B, M)
@@ -45,11 +45,11 @@ class Cache:
     values: Tensor
     self_keys: Tensor  # (L, B, H, N, K)
     self_values: Tensor
-    first: Tensor | None  # (B,): column of the first input that is not padding; None: no row is padded
+    first: Tensor | None  # (B,): column of the first input that is not padding; None: no padding
     inputs: int = 0
-    """Columns held, of M."""
+    """How many of the M columns are filled."""
     latents: int = 0
-    """Latents held, of N: those of the last inputs."""
+    """How many of the N latents are filled; they belong to the last inputs."""
 
     @classmethod
     def empty(
@@ -61,7 +61,7 @@ class Cache:
         first: Tensor | None = None,
         position_rows: int = 1,
     ) -> "Cache":
-        """Room for so many inputs and latents."""
+        """An empty cache with room for these numbers of inputs and latents."""
         config, like = model.config, model.norm.weight
         axes, width = max(1, len(config.axes)), config.input_width // config.cross_head_count
         cross = (batch, config.cross_head_count, inputs, width)
@@ -78,11 +78,11 @@ class Cache:
 
     @property
     def room(self) -> tuple[int, int]:
-        """M and N: how many inputs and latents it can hold."""
+        """M and N: how many inputs and latents fit."""
         return self.tokens.shape[1], self.self_keys.shape[3]
 
     def with_room(self, inputs: int) -> "Cache":
-        """The same with room for more inputs."""
+        """A copy with room for this number of inputs."""
         more = inputs - self.room[0]
         return replace(
             self,
@@ -93,7 +93,7 @@ class Cache:
         )
 
     def rows(self, index: Tensor) -> "Cache":
-        """Tensors of its own, with those rows of the batch, of which some may come more than once."""
+        """A copy with the given rows of the batch, possibly repeated; shared positions are not copied."""
         index = index.to(self.tokens.device)
         return replace(
             self,
@@ -107,7 +107,7 @@ class Cache:
         )
 
     def cut(self, inputs: int, latents: int) -> "Cache":
-        """The same tensors, but only so many columns and latents of them."""
+        """A view of the first columns and latents, on the same tensors."""
         return replace(
             self,
             tokens=self.tokens[:, :inputs],
@@ -127,9 +127,9 @@ def prefill(
     room: tuple[int, int],
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Cache]:
-    """Reads a prompt (B, P) at positions (B or 1, P, A): logits of what follows, (B, V), and the cache.
+    """Reads a prompt (B, P) at positions (B or 1, P, A): the next token's logits (B, V), and the cache.
 
-    room is how many inputs and latents to keep at most; half the latents are made now.
+    room: how many inputs and latents to keep at most; prefill computes half of those latents.
     """
     first = None if lengths is None else tokens.shape[1] - lengths
     cache = Cache.empty(model, len(tokens), *room, first, len(positions))
@@ -139,7 +139,7 @@ def prefill(
 
 @torch.no_grad()
 def read(model: PerceiverAR, cache: Cache, tokens: Tensor, positions: Tensor) -> Cache:
-    """More inputs (B, T): their keys and values in the cross-attend join those held."""
+    """Appends inputs (B, T): computes their keys and values in the cross-attend."""
     begin, end = cache.inputs, cache.inputs + tokens.shape[1]
     if end > cache.room[0]:
         raise ValueError(f"{end} inputs do not fit into a cache with room for {cache.room[0]}.")
@@ -158,7 +158,7 @@ def read(model: PerceiverAR, cache: Cache, tokens: Tensor, positions: Tensor) ->
 def refresh(
     model: PerceiverAR, cache: Cache, latents: int, stack: Stack | None = None
 ) -> tuple[Tensor, Cache]:
-    """Fresh latents on the last inputs, over the keys and values that are held."""
+    """Recomputes the last `latents` latents from the cached inputs: logits (B, V), and the cache."""
     if not 1 <= latents <= min(cache.inputs, cache.room[1]):
         raise ValueError(
             f"latents must be from 1 to the {cache.inputs} inputs, and no more than there is room for "
@@ -180,7 +180,7 @@ def refresh(
 
 
 def deepen(model: PerceiverAR, cache: Cache, z: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
-    """Latents (B, T, C) through the self-attends, where their keys and values are kept: logits (B, V)."""
+    """Runs latents (B, T, C) through the self-attends, caching keys and values; returns logits (B, V)."""
     turn, latents = model.self_turn(positions), z.shape[1]
     for block, keys, values in _layers(model, cache):
         q, k, v = block.project(z, None, (turn, turn))
@@ -198,7 +198,7 @@ def step(
     decode: Decode | None = None,
     stack: Stack | None = None,
 ) -> tuple[Tensor, Cache]:
-    """One more token (B,) at position (B or 1, 1, A): one more latent, or a refresh where it is full."""
+    """Appends a token (B,) at position (B or 1, 1, A), with one more latent, or a refresh when full."""
     inputs, latents = grow(cache.inputs, cache.latents, *cache.room)
     if (inputs, latents) == (cache.inputs + 1, cache.latents + 1):
         logits = (decode or decode_one)(model, cache, token, position)
@@ -211,8 +211,8 @@ def step(
 def grow(inputs: int, latents: int, most_inputs: int, most_latents: int) -> tuple[int, int]:
     """How many inputs and latents there are after one more token.
 
-    One more of each; but where either is full already, half the latents, and where the inputs are
-    full only the last M - N / 2 of those.
+    One more of each. If either is full, there are N / 2 latents; if the inputs are full, only the last
+    M - N / 2 of them are kept.
     """
     if inputs < most_inputs and latents < most_latents:
         return inputs + 1, latents + 1
@@ -221,12 +221,12 @@ def grow(inputs: int, latents: int, most_inputs: int, most_latents: int) -> tupl
 
 
 def half(inputs: int, most_latents: int) -> int:
-    """Latents after a refresh."""
+    """The number of latents after a refresh."""
     return min(inputs, max(1, most_latents // 2))
 
 
 def forget(model: PerceiverAR, cache: Cache, keep: int) -> Cache:
-    """Only the last few inputs, moved to the front; the latents are gone."""
+    """Keeps only the last `keep` inputs, moved to the front, and drops all latents."""
     check_forgetting(model)
     gone = cache.inputs - keep
     for tensor, axis in ((cache.tokens, 1), (cache.positions, 1), (cache.keys, 2), (cache.values, 2)):
@@ -237,7 +237,7 @@ def forget(model: PerceiverAR, cache: Cache, keep: int) -> Cache:
 
 
 def check_forgetting(model: Decoder) -> None:
-    """Refuses where a model could not tell what a position beyond its context means."""
+    """Raises if the model cannot represent positions beyond its context."""
     if not model.config.unbounded:
         raise ValueError(
             f"a model with {model.config.positions} positions cannot go beyond its context of "
@@ -246,7 +246,7 @@ def check_forgetting(model: Decoder) -> None:
 
 
 def decode_one(model: PerceiverAR, cache: Cache, token: Tensor, position: Tensor) -> Tensor:
-    """Logits (B, V) after one more input and its latent, which join those held."""
+    """Appends one input and its latent to the cache; returns logits (B, V)."""
     column, slot = (torch.full((1,), n, device=token.device) for n in (cache.inputs, cache.latents))
     return decode_at(
         model, cache.cut(cache.inputs + 1, cache.latents + 1), token, position, column, slot, through
@@ -262,10 +262,10 @@ def decode_at(
     slot: Tensor,
     through: Callable[..., Tensor],
 ) -> Tensor:
-    """As decode_one, with the place of the input and that of its latent as tensors (1,).
+    """As decode_one, with the indices of the input's column and the latent's slot as tensors (1,).
 
-    All that the cache's tensors hold is attended to; with `first`, only what lies between it and the
-    places. So nothing but tensors changes from step to step, and a step can be captured.
+    Attention covers the whole of the cache's tensors or, with `first`, is masked from there up to the
+    current input. From step to step only tensors change, so a step can be captured in a CUDA graph.
     """
     cache.tokens.index_copy_(1, column, token[:, None])
     cache.positions.index_copy_(1, column, position)
@@ -297,7 +297,7 @@ def through(
     place: Tensor,
     visible: Tensor | None,
 ) -> Tensor:
-    """One latent (B, 1, C) through a block; its key and value are put in their place among the others."""
+    """Runs one latent (B, 1, C) through a block; writes its key and value to `place` in the cache."""
     q, k, v = block.project(z, inputs, turns)
     keys.index_copy_(2, place, k)
     values.index_copy_(2, place, v)
@@ -310,5 +310,5 @@ def _layers(model: PerceiverAR, cache: Cache) -> Iterator[tuple[Block, Tensor, T
 
 
 def _logits(model: PerceiverAR, z: Tensor) -> Tensor:
-    """Of the last latent, (B, V)."""
+    """Logits of the last latent, (B, V)."""
     return model.output(model.norm(z[:, -1]), model.embedding.tokens)

@@ -1,4 +1,4 @@
-"""A step, or a refresh, as a CUDA graph: hundreds of small kernels, launched as one."""
+"""Steps and refreshes as CUDA graphs: hundreds of small kernels in one launch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,13 +11,13 @@ from perceiver_ar.caching import Cache, Decode, Stack, decode_at, decode_one, de
 from perceiver_ar.model import Block, PerceiverAR
 
 CAPTURE_FROM = 32
-"""Steps from which recording a graph pays: it takes about as long as ten."""
+"""Steps from which capturing a graph pays off; it takes about as long as ten steps."""
 CAPTURE_REFRESHES_FROM = 4
-"""Refreshes from which recording one pays: it takes about as long as two."""
+"""Refreshes from which capturing one pays off; it takes about as long as two refreshes."""
 
 
 def fastest(model: PerceiverAR, cache: Cache, tokens: int) -> tuple[Decode, Stack]:
-    """How to go on with so many tokens: plainly, or captured on a GPU, by the fastest kernels there are."""
+    """The fastest functions for this number of steps: on a GPU, CUDA graphs, with our kernels if possible."""
     if cache.keys.device.type != "cuda" or tokens < CAPTURE_FROM:
         return decode_one, deepen
     _, latents = cache.room
@@ -29,7 +29,7 @@ def fastest(model: PerceiverAR, cache: Cache, tokens: int) -> tuple[Decode, Stac
 def _captured_decode(model: PerceiverAR, cache: Cache) -> Decode:
     fused = _fused(model)
     if fused is None and cache.first is None:
-        # The whole of the cache's tensors is attended to, so it must be said which columns count.
+        # Attention covers the whole of the cache's tensors, so a mask must say which columns are filled.
         cache = replace(cache, first=cache.tokens.new_zeros(len(cache.tokens)))
     step = Recorded(
         lambda token, position, column, slot: decode_at(
@@ -56,19 +56,19 @@ def _captured_stack(model: PerceiverAR, cache: Cache) -> Stack:
 
 
 def _fused(model: PerceiverAR) -> Callable[..., Tensor] | None:
-    """Kernels of our own, if they can take this model."""
+    """The fused Triton kernels, if they support this model."""
     try:
         from perceiver_ar import fused
-    except ImportError:  # triton comes with torch for CUDA alone
+    except ImportError:  # triton only comes with torch for CUDA
         return None
     blocks = cast("list[Block]", [model.cross_attend, *model.self_attends])
     return fused.through if all(fused.serves(block) for block in blocks) else None
 
 
 class Recorded:
-    """A function of tensors on a GPU, whose kernels are recorded at the first call and replayed at each.
+    """A function of tensors on a GPU, captured as a CUDA graph at the first call and replayed at each.
 
-    Other tensors that it reads or writes must stay where they are in memory.
+    Any other tensors that it reads or writes must keep their memory addresses.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -87,7 +87,7 @@ class Recorded:
             return self.output.clone()
 
     def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Runs it once before, as torch asks; that does no harm, since it writes the same each time."""
+        """Runs the function once before capture, as torch requires; it is idempotent, so this is harmless."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

@@ -1,4 +1,4 @@
-"""What all models share: from tokens to logits or losses, with padding and positions told from outside.
+"""What all models share: from tokens to logits or scores, with explicit padding and positions.
 
 Letters: B batch, M inputs, N latents, C channels, V vocabulary, A position axes.
 """
@@ -17,37 +17,37 @@ from perceiver_ar.flex import Blocks, blocks_shown
 from perceiver_ar.pretrained import Pretrained
 
 Engine = Generator[Tensor, Tensor, None]
-"""A model that tokens are drawn from: yields the logits (B, V) of the next, and is sent that token (B,)."""
+"""A token generator: yields the logits (B, V) of the next token, and is sent the token drawn (B,)."""
 
 
 class Inputs(NamedTuple):
-    """What a call was given, once it is checked."""
+    """The arguments of a call, checked."""
 
     tokens: Tensor  # (B, M)
     positions: Tensor  # (B or 1, M, A)
-    lengths: Tensor | None = None  # (B,): how many are real, after padding on the left; None: all are
-    padded: bool = False  # whether padding may reach into the last N
-    seeds: Tensor | None = None  # (B,): by which each example's dropout is drawn; None: nothing is dropped
+    lengths: Tensor | None = None  # (B,): real inputs, after padding on the left; None: no padding
+    padded: bool = False  # whether padding may reach into the last N inputs
+    seeds: Tensor | None = None  # (B,): dropout seed of each example; None: no dropout
 
     @property
     def visible(self) -> Tensor | None:
-        """Which are not padding, (B, M); None: all."""
+        """Mask of the inputs that are not padding, (B, M); None: no padding."""
         return None if self.lengths is None else real(self.tokens, self.lengths)
 
 
 class Decoder(Pretrained):
-    """Embeds tokens, makes latents of the last N of them, and maps those to logits."""
+    """Embeds tokens, computes latents for the last N of them, and maps those to logits."""
 
     embedding: InputEmbedding
     norm: nn.LayerNorm
     output: Output | AdaptiveOutput
 
     def _latents(self, given: Inputs, count: int) -> Tensor:
-        """The latents of the last N inputs, padded ones too, (B, N, C): what tells one model from another."""
+        """Final latents of the last N inputs, padding included, (B, N, C): where the models differ."""
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, such as those of a model that was built on the meta device."""
+        """Reinitialises all weights, for example of a model that was built on the meta device."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
@@ -77,14 +77,14 @@ class Decoder(Pretrained):
     ) -> Any:
         """Logits at the last N inputs, (B, N, V); or, given the targets (B, N), their Scores.
 
-        tokens (B, M) are padded on the left where lengths (B,) are below M; what comes out for the
-        padding itself means nothing. Leave lengths on the CPU, where looking at them costs nothing: the
-        self-attends are faster when it is known that no latent is padded. positions (B, M) or (B, M, A)
-        default to 0, 1, ... from the first real token. latents defaults to the config's, and to the
-        number of targets. In training, what is dropped of an example follows from its seed, (B,) whole
-        numbers of 32 bits, by default drawn.
+        tokens (B, M) are padded on the left where lengths (B,) are below M; outputs at padding are
+        meaningless. Leave lengths on the CPU, where reading them does not stall a GPU: self-attention is
+        faster if it is known that no latent is padded. positions (B, M) or (B, M, A) default to 0, 1, ...
+        from the first real token. latents defaults to the number of targets, else to the config's. In
+        training, an example's dropout is determined by its seed, a 32-bit integer: seeds (B,), random by
+        default.
         """
-        # One entry for logits and loss, since DDP and FSDP only see calls of forward.
+        # One entry point for logits and loss, since DDP and FSDP only wrap forward.
         if targets is not None:
             _check_targets(tokens, targets, latents)
             latents, targets = targets.shape[1], targets.long()
@@ -96,7 +96,7 @@ class Decoder(Pretrained):
         return self.output(self.norm(self._latents(given, count)), self.embedding.tokens, targets)
 
     def _seeds(self, tokens: Tensor, seeds: Tensor | None = None) -> Tensor | None:
-        """The seeds of each example's dropout, (B,): as given, or drawn; None where nothing is dropped."""
+        """Dropout seeds of the examples, (B,): as given, or random; None if nothing is dropped."""
         if seeds is not None and (seeds.shape != tokens.shape[:1] or seeds.is_floating_point()):
             raise ValueError(
                 f"seeds must be whole numbers of shape ({len(tokens)},), not {_describe(seeds)}."
@@ -109,7 +109,7 @@ class Decoder(Pretrained):
         return seeds.to(tokens.device, torch.int32)
 
     def _count(self, tokens: Tensor, latents: int | None) -> int:
-        """The number of latents: as asked, but no more than there are inputs."""
+        """The number of latents: as requested, but at most the number of inputs."""
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens must be whole numbers of shape (B, M), not {_describe(tokens)}.")
         config, inputs = self.config, tokens.shape[1]
@@ -118,7 +118,7 @@ class Decoder(Pretrained):
         return min(config.check_latents(latents), inputs)
 
     def place(self, tokens: Tensor, positions: Tensor | None, lengths: Tensor | None) -> Tensor:
-        """Where tokens (B, M) stand, (B or 1, M, A): as told, or counted from the first real one."""
+        """Positions (B or 1, M, A) of tokens (B, M): as given, or counted from the first real token."""
         axes = max(1, len(self.config.axes))
         if positions is None:
             if self.config.axes:
@@ -136,7 +136,7 @@ class Decoder(Pretrained):
         return positions
 
     def self_turn(self, positions: Tensor) -> Rotation | None:
-        """What self-attends turn queries and keys at these positions (B, T, A) by, if rotary."""
+        """Rotation of self-attention's queries and keys at positions (B, T, A); None if not rotary."""
         return self._turn(positions, self.config.channels // self.config.heads)
 
     def _turn(self, positions: Tensor, head_width: int) -> Rotation | None:
@@ -147,11 +147,11 @@ class Decoder(Pretrained):
         return rotation(positions[..., 0], head_width, config.rotary_fraction, wavelength)
 
     def _blocks(self, visible: Tensor | None, queries: int, keys: int, own: bool = False) -> Blocks | None:
-        """Which blocks of keys are hidden, found once for all layers; only flex attention, on a GPU, asks."""
+        """The key blocks that flex attention reads, computed once for all layers; only used on a GPU."""
         return None if visible is None or not visible.is_cuda else blocks_shown(visible, queries, keys, own)
 
     def _run(self, block: nn.Module, *args: object, **options: Any) -> Tensor:
-        """Calls a block; where activations are to be recomputed, they are not kept."""
+        """Calls a block, recomputing its activations in the backward pass if the config says so."""
         if self.training and self.config.checkpoint_activations:
             return checkpoint(block, *args, use_reentrant=False, **options)
         return block(*args, **options)
@@ -171,14 +171,14 @@ def _check_targets(tokens: Tensor, targets: Tensor, latents: int | None) -> None
 
 
 def _some_padded(tokens: Tensor, lengths: Tensor | None, count: int) -> bool:
-    """Checks the lengths, and tells whether padding may reach into the last few inputs."""
+    """Checks the lengths, and returns whether padding may reach into the last `count` inputs."""
     if lengths is None:
         return False
     if lengths.shape != tokens.shape[:1] or lengths.is_floating_point():
         raise ValueError(
             f"lengths must be whole numbers of shape ({tokens.shape[0]},), not {_describe(lengths)}."
         )
-    # On a GPU, or in a graph, looking at the values would cost more than it tells.
+    # Reading the values would stall a GPU, and break a compiled graph: assume padding.
     if lengths.device.type != "cpu" or torch.compiler.is_compiling():
         return True
     low, high = (int(x) for x in lengths.aminmax()) if len(lengths) else (0, 0)
@@ -190,5 +190,5 @@ def _some_padded(tokens: Tensor, lengths: Tensor | None, count: int) -> bool:
 
 
 def real(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Which inputs are not padding, (B, M)."""
+    """Mask of the inputs that are not padding, (B, M)."""
     return torch.arange(tokens.shape[1], device=tokens.device) >= tokens.shape[1] - lengths[:, None]

@@ -9,7 +9,7 @@ Precision = Literal["auto", "float32", "bf16"]
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device of that name, such as cpu, mps or cuda:1; auto takes the fastest there is."""
+    """The device of that name, such as cpu, mps or cuda:1; auto chooses the fastest available one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -22,14 +22,14 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """The name of a GPU, or the kind of another device."""
+    """The name of a GPU, or the type of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the device computes in it; float32 on older GPUs, on MPS and on the CPU.
+    """bf16 where the device supports it natively; float32 on older GPUs, on MPS and on the CPU.
 
-    Not float16: its range is too small for training without scaling the loss.
+    Not float16: its range is too small for training without loss scaling.
     """
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
@@ -37,18 +37,18 @@ def best_dtype(device: torch.device) -> torch.dtype:
 
 
 def dtype_for(precision: Precision, device: torch.device) -> torch.dtype:
-    """What is computed in: as asked; with auto, what is best on the device."""
+    """The dtype to compute in: the requested one or, for auto, the best for the device."""
     if precision == "auto":
         return best_dtype(device)
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def autocast(device: torch.device, precision: Precision = "auto") -> AbstractContextManager[object]:
-    """Computes in that precision, from weights in float32."""
+    """Autocasts computations to that precision; weights stay in float32."""
     dtype = dtype_for(precision, device)
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 def memory_is_full(error: RuntimeError) -> bool:
-    """Whether memory did not suffice, which torch says of a CPU's only in words."""
+    """Whether an error means out of memory, which torch reports for a CPU only in the message."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""From token ids to vectors and back: tokens, absolute positions, adaptive input and output.
+"""From token ids to vectors and back: token embeddings, absolute positions, adaptive input and softmax.
 
 Letters: B batch, M inputs, N latents, C channels, E input width, V vocabulary, A position axes.
 """
@@ -19,20 +19,20 @@ SINUSOID_WAVELENGTH = 10_000.0
 
 
 class Scores(NamedTuple):
-    """What is known of each target, (B, N); all 0 where a target is negative, that is, not scored."""
+    """Statistics of each target, (B, N); all 0 where a target is negative, that is, not scored."""
 
     nats: Tensor
     """Negative log-likelihood."""
     log_z: Tensor
-    """Logarithm of the softmax's normalizer (of its first step, where it is adaptive)."""
+    """Log of the softmax's normalizer; of the first of its two steps, if it is adaptive."""
     uniform: Tensor | None
-    """Nats of a token drawn evenly from the vocabulary; None of an adaptive softmax."""
+    """Cross-entropy with the uniform distribution over the vocabulary; None for an adaptive softmax."""
     right: Tensor | None
-    """Whether the target is the likeliest token; None of an adaptive softmax."""
+    """Whether the target is the most likely token; None for an adaptive softmax."""
 
 
 class InputEmbedding(nn.Module):
-    """Embeds tokens, and adds their positions where those are absolute."""
+    """Embeds tokens, and adds their positions if those are absolute."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,9 +50,9 @@ class InputEmbedding(nn.Module):
 
     @property
     def table(self) -> Tensor | None:
-        """The vectors of all tokens (V, E), where a token's is the same wherever it stands.
+        """The vectors of the whole vocabulary (V, E), if a token's vector does not depend on its position.
 
-        Not in an exported program, which is for all sizes: the table pays in some.
+        None in an exported program: that serves all input sizes, and the table only pays off for some.
         """
         plain = self.positions is None and isinstance(self.tokens, Embedding)
         return self.tokens.weight if plain and not torch.compiler.is_exporting() else None
@@ -64,7 +64,7 @@ class InputEmbedding(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed sines, then cosines, of log-spaced wavelengths."""
+    """Fixed sines, then cosines, of log-spaced wavelengths, concatenated."""
 
     def __init__(self, width: int, max_wavelength: float) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """One learned table for each axis, summed."""
+    """Learned positions: one table per axis, summed."""
 
     def __init__(self, rows: tuple[int, ...], width: int) -> None:
         super().__init__()
@@ -102,11 +102,11 @@ class AdaptiveEmbedding(nn.Module):
         self.projections = nn.ModuleList(Linear(w, width, bias=False) for w in widths)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Every band is computed for every token, which keeps shapes fixed; the first dominates the cost.
+        # Every band is computed for every token, which keeps shapes static; the first dominates the cost.
         out = None
         bands = zip(itertools.pairwise(self.bounds), self.tables, self.projections, strict=True)
         for (low, high), table, projection in bands:
-            # Ids outside the vocabulary stay outside, and raise.
+            # Ids outside the vocabulary are not clamped, so that they raise an error.
             local = tokens.clamp(low or None, high - 1 if high < self.bounds[-1] else None) - low
             band = projection(table(local))
             out = band if out is None else torch.where((tokens >= low)[..., None], band, out)
@@ -115,7 +115,7 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class Output(nn.Module):
-    """Logits by one linear map, with weights of its own or those of the token embedding."""
+    """Logits by one linear map, with its own weights or those of the token embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Output(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeros: every token starts equally likely."""
+        """Zeros, so that all tokens are equally likely at first."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -144,9 +144,9 @@ class Output(nn.Module):
 
 
 class AdaptiveOutput(nn.Module):
-    """Adaptive softmax: a rare token is scored in two steps, first its band, then itself.
+    """Adaptive softmax: a rare token's probability is that of its band times its own within the band.
 
-    Bands after the first have narrower and narrower maps (Grave et al.).
+    Each band after the first has a narrower map than the one before (Grave et al.).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -160,7 +160,7 @@ class AdaptiveOutput(nn.Module):
         self.tails = nn.ModuleList(ZeroLinear(w, size) for w, size in zip(widths, sizes, strict=True))
 
     def forward(self, z: Tensor, embedding: nn.Module, targets: Tensor | None = None) -> Any:
-        """Log-probabilities, which are logits too, of all V tokens; or, given the targets, their Scores."""
+        """Log-probabilities (B, N, V), which serve as logits; or, given the targets (B, N), their Scores."""
         if targets is not None:
             return self._score(z, targets, embedding)
         head = _exact(self._head(z, embedding)).log_softmax(-1)
@@ -171,7 +171,7 @@ class AdaptiveOutput(nn.Module):
         return torch.cat((head[..., : self.cutoffs[0]], *bands), dim=-1)
 
     def _score(self, z: Tensor, targets: Tensor, embedding: nn.Module) -> Scores:
-        """Each band is computed only for the targets in it: its shape depends on the data."""
+        """Computes each band only for the targets in it, so shapes depend on the data."""
         z, flat = z.flatten(0, 1), targets.flatten()
         band = torch.bucketize(flat, torch.tensor(self.cutoffs, device=flat.device), right=True)
         chosen = torch.where(band == 0, flat.clamp(min=0), self.cutoffs[0] + band - 1)
@@ -188,16 +188,19 @@ class AdaptiveOutput(nn.Module):
         return Scores((nats * scored).view_as(targets), (log_z * scored).view_as(targets), None, None)
 
     def _head(self, z: Tensor, embedding: nn.Module) -> Tensor:
-        """Logits of the first band's tokens, then of the other bands."""
+        """Logits of the first band's tokens, followed by those of the other bands."""
         return self.head(z)
 
     def _within(self, z: Tensor, band: int, embedding: nn.Module) -> Tensor:
-        """Log-probabilities of the tokens of a band after the first, once it is known to be that."""
+        """Log-probabilities within a band after the first, conditional on that band."""
         return _exact(self.tails[band](self.narrow[band](z))).log_softmax(-1)
 
 
 class TiedAdaptiveOutput(AdaptiveOutput):
-    """Adaptive softmax by the weights of adaptive embeddings; a first projection and biases are its own."""
+    """Adaptive softmax with the weights of adaptive embeddings.
+
+    Only the first projection, the logits of the bands and the biases have parameters of their own.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         nn.Module.__init__(self)

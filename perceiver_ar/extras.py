@@ -1,4 +1,4 @@
-"""Libraries that only some tasks need."""
+"""Optional libraries that only some tasks need."""
 
 import importlib
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def need(module: str, extra: str | None = None) -> Any:
-    """The module, or a sentence that says how to get it: with an extra of ours, or by itself."""
+    """Imports a module, or raises an error that says how to install it, with an extra or by itself."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -19,7 +19,7 @@ def need(module: str, extra: str | None = None) -> Any:
 
 @contextmanager
 def hushed() -> Generator[None]:
-    """Hides what libraries in C write to standard error."""
+    """Silences standard error, C libraries included."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)

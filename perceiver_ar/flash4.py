@@ -1,9 +1,9 @@
-"""FlashAttention 4, where it is installed: what Hopper and later GPUs have kernels of their own for.
+"""FlashAttention 4, where installed: kernels written for Hopper and newer GPUs.
 
-Torch's own flash attention was made for older GPUs. pip install 'perceiver-ar[flash]' adds the newer.
-A custom operator each, so that each is one node of a compiled graph.
+Torch's own flash attention was written for older GPUs; pip install 'perceiver-ar[flash]' adds this one.
+Each function is a custom operator, so that it is a single node of a compiled graph.
 
-Letters: B batch, T places, H heads, K head width, N queries.
+Letters: B batch, T keys, H heads, K head width, N queries.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from perceiver_ar.parts import SPARE, with_spare
 
 
 def _find() -> bool:
-    """Whether it is there, without importing it, which takes seconds."""
+    """Whether the package is installed, without importing it, which takes seconds."""
     spec = importlib.util.find_spec("flash_attn")
     places = (spec.submodule_search_locations if spec else None) or ()
     return any(Path(place, "cute", "interface.py").exists() for place in places)
@@ -28,11 +28,11 @@ def _find() -> bool:
 
 INSTALLED = _find()
 WORTH = 2**35
-"""Operations below which torch's kernels are better: it takes the host a millisecond to call this one."""
+"""Operations below which torch's kernels are faster: a call of this one takes the host a millisecond."""
 
 
 def serves(q: Tensor, k: Tensor, visible: Tensor | None, own: bool) -> bool:
-    """Whether it can attend to such keys, of 16 bits on a GPU, and is the best that can."""
+    """Whether this kernel supports these 16-bit queries and keys on a GPU, and is the fastest that does."""
     (rows, heads, queries, width), keys = q.shape, k.shape[2]
     if visible is None and 4 * rows * heads * queries * width * (keys - queries // 2) < WORTH:
         return False
@@ -40,26 +40,26 @@ def serves(q: Tensor, k: Tensor, visible: Tensor | None, own: bool) -> bool:
         return False
     return (
         INSTALLED
-        and width in (32, 64, 128)  # 4.0.0b36 errs with some others: queries' gradients are wrong
+        and width in (32, 64, 128)  # 4.0.0b36 computes wrong query gradients for some others
         and torch.cuda.get_device_capability(q.device)[0] in (9, 10)
         and not torch.are_deterministic_algorithms_enabled()
     )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
-    """Causal attention with the queries aligned to the last keys; visible (B, N): which are seen."""
+    """Causal attention, queries aligned to the last keys; visible (B, N): mask of the last N keys."""
     return _forward(*(x.transpose(1, 2) for x in (q, k, v)), visible)[0].transpose(1, 2)
 
 
 def attend_packed(qkv: Tensor) -> Tensor:
-    """For queries, keys and values that lie together, (B, T, 3, H, K)."""
+    """Causal self-attention on packed queries, keys and values (B, T, 3, H, K)."""
     return _forward_packed(qkv)[0].transpose(1, 2)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, width: int) -> tuple[Tensor, Tensor]:
-    """What is attended to, and its log-sum-exp (B, H, N).
+    """The attention output (B, N, H, K) and its log-sum-exp (B, H, N).
 
-    What is called here and below is not for the public, but torch's own hook for it calls the same.
+    The functions called here and below are private, but torch's own integration calls the same ones.
     """
     kernels = need("flash_attn.cute.interface", "flash")
     out, lse, *_ = kernels._flash_attn_fwd(
@@ -71,7 +71,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, width: int) -> tuple[
 def _kernel_backward(
     inputs: tuple[Tensor, ...], given: tuple[Tensor, ...], into: tuple[Tensor, ...], causal: bool, width: int
 ) -> None:
-    """Gradients, given what was attended to, that one's gradient, and the log-sum-exp."""
+    """Writes the inputs' gradients into `into`; given: the output, its gradient and the log-sum-exp."""
     kernels = need("flash_attn.cute.interface", "flash")
     dq, dk, dv = into
     kernels._flash_attn_bwd(
@@ -81,7 +81,7 @@ def _kernel_backward(
 
 @torch.library.custom_op("perceiver_ar::flash4", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(B, N, H, K) x (B, T, H, K)."""
+    """q (B, N, H, K), k and v (B, T, H, K)."""
     queries, width = q.shape[1], q.shape[-1]
     if visible is None:
         return _kernel(q, k, v, True, width)
@@ -108,7 +108,7 @@ def _backward(
     if visible is None:
         _kernel_backward((q, k, v), (out, grad, lse), (dq, dk, dv), True, width)
         return dq, dk, dv
-    # With the whole's output and log-sum-exp, each part gives its share of the whole's gradients.
+    # With the merged output and log-sum-exp, each part gives its share of the exact gradients.
     before, last = slice(None, -queries), slice(-queries, None)
     _kernel_backward(
         (q, k[:, before], v[:, before]), (out, grad, lse), (dq, dk[:, before], dv[:, before]), False, width

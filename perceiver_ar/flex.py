@@ -1,4 +1,4 @@
-"""Flex attention, compiled: which keys are hidden is asked inside the kernel, and hidden blocks are skipped.
+"""Compiled flex attention: keys are masked inside the kernel, and fully hidden blocks are skipped.
 
 Letters: B batch, M keys, N queries, H heads, K head width, W keys that can be hidden.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Blocks = tuple[Tensor, Tensor, Tensor, Tensor]
-"""For each block of queries: how many blocks of keys are partly hidden, which, how many are open, which."""
+"""Per block of queries: the number of partly visible key blocks and their indices, then the same for
+fully visible ones. Each list of indices ends with those of the other blocks."""
 
 BLOCK = 128
 
@@ -26,7 +27,7 @@ def _compiled_flex() -> Callable[..., Any]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, own: bool, blocks: Blocks | None = None
 ) -> Tensor:
-    """Causal attention, queries aligned to the last keys; visible (B, W): which of those may be seen."""
+    """Causal attention, queries aligned to the last keys; visible (B, W): mask of the last W keys."""
     flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     out = flex(q, k, v, block_mask=_block_mask(q, k, visible, own, blocks))
     assert isinstance(out, Tensor)
@@ -34,9 +35,9 @@ def attend(
 
 
 def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool, blocks: Blocks | None = None) -> BlockMask:
-    """The mask, as flex attention takes it."""
+    """The mask in flex attention's format."""
     queries, keys = q.shape[2], k.shape[2]
-    # Numbers that change between compiled calls cannot be in the kernel, but tensors can.
+    # A kernel cannot hold numbers that change between compiled calls (pytorch 182606); tensors can change.
     skipped, shown_to_all = (torch.full((), keys - x, device=q.device) for x in (queries, visible.shape[1]))
 
     def may_see(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -57,33 +58,33 @@ def _block_mask(q: Tensor, k: Tensor, visible: Tensor, own: bool, blocks: Blocks
 
 
 def blocks_shown(visible: Tensor, queries: int, keys: int, own: bool = False) -> Blocks:
-    """The blocks of keys that each block of queries reads: those to be checked, and those wholly open.
+    """The key blocks that each block of queries reads: partly visible ones, and fully visible ones.
 
-    Worked out once for all layers, and not compiled, which is suspected of a crash of flex attention with
-    40,000 keys (torch 2.11; benchmarks/RESULTS.md).
+    Computed once for all layers. Not compiled: compiling it is suspected of a crash of flex attention
+    with 40,000 keys (torch 2.11; benchmarks/RESULTS.md).
     """
     return _never_compiled()(visible, queries, keys, own)
 
 
 @functools.cache
 def _never_compiled() -> Callable[..., Blocks]:
-    return torch.compiler.disable(_blocks_shown)  # not before it is needed: this imports much
+    return torch.compiler.disable(_blocks_shown)  # lazily, since this imports much
 
 
 def _blocks_shown(visible: Tensor, queries: int, keys: int, own: bool) -> Blocks:
     before, always = keys - queries, keys - visible.shape[1]
-    some, all_ = _some_and_all(visible, always)  # (B, columns)
-    first = torch.arange(0, queries, BLOCK, device=visible.device)[:, None] + before  # a row's first query
+    some, all_ = _some_and_all(visible, always)  # (B, key blocks)
+    first = torch.arange(0, queries, BLOCK, device=visible.device)[:, None] + before  # of each block
     last = (first + BLOCK - 1).clamp(max=keys - 1)
     starts = torch.arange(0, keys, BLOCK, device=visible.device)
-    open_ = all_[:, None] & (starts + BLOCK - 1 <= first)  # (B, rows, columns)
+    open_ = all_[:, None] & (starts + BLOCK - 1 <= first)  # (B, query blocks, key blocks)
     own_block = (starts <= last) & (starts + BLOCK > first)
     checked = (some[:, None] | own_block if own else some[:, None]) & (starts <= last) & ~open_
     return *_listed(checked), *_listed(open_)
 
 
 def _some_and_all(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
-    """Of which blocks of keys some, and of which all, may be seen: (B, columns) each."""
+    """Which key blocks have some visible keys, and which are fully visible: (B, key blocks) each."""
     shown = F.pad(visible, (always, 0), value=True)
     rest = -shown.shape[1] % BLOCK
     some, all_ = (F.pad(shown, (0, rest), value=x).unflatten(1, (-1, BLOCK)) for x in (False, True))
@@ -91,6 +92,6 @@ def _some_and_all(visible: Tensor, always: int) -> tuple[Tensor, Tensor]:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns of each row are set, (B, rows, columns), and all their numbers, the set ones first."""
+    """Number of set columns in each row, (B, rows, columns), and all column indices, set ones first."""
     order = (~blocks).to(torch.int8).argsort(dim=-1, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]

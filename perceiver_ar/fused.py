@@ -1,11 +1,11 @@
-"""One latent's way through a block in a few Triton kernels: the fast twin of caching.through.
+"""One latent through a block in a few Triton kernels: the fast equivalent of caching.through.
 
-A step of generation reads all weights and the cache once, and computes little with them: its time is
-that of reading, and of waiting for the kernel before. What the kernels do about that stands with them,
-in fused_kernels.py; here they are given their blocks and launched.
+A step of generation reads all weights and the cache once and computes little with them, so its time is
+that of memory reads, and of waiting for the previous kernel. The kernels, and how they deal with that,
+are in fused_kernels.py; this file chooses their block sizes and launches them.
 
 Letters: B batch, C channels, E input width, H heads, K head width, N keys, O outputs, I inputs of a
-linear map, S stretches of keys, or parts of a linear map's inputs.
+linear map, S splits: of the keys, or of a linear map's inputs.
 """
 
 import math
@@ -19,11 +19,11 @@ from perceiver_ar.model import Block, Turns
 from perceiver_ar.quantized import Int8Linear
 
 _PROGRAMS = 256
-"""About as many as a GPU can run at once with two kernels on each of its processors."""
+"""Roughly how many programs a GPU runs at once, with two on each multiprocessor."""
 
 
 def serves(block: Block) -> bool:
-    """Whether the kernels can take this block: its heads must be powers of two wide."""
+    """Whether the kernels support this block on its GPU: heads must be a power of two wide, at least 16."""
     device = block.query.weight.device
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
@@ -42,10 +42,10 @@ def through(
     place: Tensor,
     visible: Tensor | None,
 ) -> Tensor:
-    """One latent (B, 1, C) through a block; its key and value are put in their place among the others."""
+    """Runs one latent (B, 1, C) through a block; writes its key and value to `place` in the cache."""
     several = len(z) > 1
     normal, source = z, inputs
-    if several:  # a single row is normalized on the way
+    if several:  # for a single row, the layer norm is fused
         normal = _settle(z, norm=block.norm)[1]
         source = None if inputs is None else _settle(inputs, norm=block.input_norm)[1]
     query = _project(block, normal, source, turns, keys, values, place)
@@ -62,32 +62,33 @@ def through(
 
 
 def _early(x: Tensor) -> dict[str, bool]:
-    """Whether a kernel may be launched before the one before it ends."""
+    """Whether a kernel may be launched before the previous one ends (programmatic dependent launch)."""
     early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     return {"EARLY": early, "launch_pdl": early}
 
 
 def _blocks(x: Tensor, inputs: int, outputs: int) -> dict[str, int]:
-    """How much of a product one program does: for a single row all inputs of a few outputs."""
+    """The part of a product that one program computes: for a single row, a few outputs over all inputs."""
     if len(x) == 1:
         each = triton.next_power_of_2(max(2, outputs // _PROGRAMS))
         wide = min(4096, triton.next_power_of_2(inputs))
         return {"ROWS": 1, "OUT": each, "IN": wide, "num_warps": min(16, max(4, each * wide // 4096))}
     rows = min(64, max(16, triton.next_power_of_2(len(x))))
-    read = (512 if _early(x)["EARLY"] else 256) // x.element_size()  # as shared memory allows
+    read = (512 if _early(x)["EARLY"] else 256) // x.element_size()  # limited by shared memory
     return {"ROWS": rows, "OUT": 32, "IN": read, "num_warps": 4, "num_stages": 3}
 
 
 def _splits(rows: int, inputs: int, outputs: int, blocks: dict[str, int]) -> int:
-    """Into how many parts the inputs of a product are cut, so that there are enough programs."""
+    """Into how many parts a product's inputs are split, so that there are enough programs."""
     programs = triton.cdiv(rows, blocks["ROWS"]) * triton.cdiv(outputs, blocks["OUT"])
     return max(1, min(triton.cdiv(inputs, blocks["IN"]), _PROGRAMS // 2 // programs))
 
 
 def _stretches(keys: Tensor) -> tuple[int, dict[str, int]]:
-    """Into how many stretches keys (B, H, N, K) are cut, and how they are read.
+    """Into how many parts keys (B, H, N, K) are split, and the settings of attend_kernel.
 
-    Few heads fetch their first keys before they wait (no stages). Many read ahead.
+    With few heads, a program prefetches its first keys before it waits for the previous kernel (no
+    stages). With many, it pipelines its reads.
     """
     heads, most = keys.shape[0] * keys.shape[1], keys.shape[2]
     if heads < _PROGRAMS:
@@ -105,7 +106,7 @@ def _vectors(norm: nn.LayerNorm | None, unused: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _weights(linear: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, what each output's are to be multiplied by where they have eight bits, and biases."""
+    """Weights, the scale of each output (only read for int8 weights), and biases."""
     assert isinstance(linear, nn.Linear | Int8Linear)
     scale = linear.scale if isinstance(linear, Int8Linear) else linear.weight
     return linear.weight, scale, linear.bias
@@ -114,7 +115,7 @@ def _weights(linear: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 def _project(
     block: Block, z: Tensor, inputs: Tensor | None, turns: Turns, keys: Tensor, values: Tensor, place: Tensor
 ) -> Tensor:
-    """Queries (B, 1, E); the key and the value go to their place in (B, H, N, K)."""
+    """Queries (B, 1, E); keys and values are written to `place` in (B, H, N, K)."""
     assert keys.stride() == values.stride()
     rows, width, head = len(z), block.query.out_features, keys.shape[-1]
     source = z if inputs is None else inputs
@@ -137,7 +138,7 @@ def _project(
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, place: Tensor, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What each stretch of the keys gives alone, (B, H, S, K), and the log-sum-exps to weigh them by."""
+    """The attention output of each split of the keys, (B, H, S, K), and its log-sum-exp (B, H, S)."""
     rows, heads, _, width = keys.shape
     stretches, lanes = _stretches(keys)
     kind = query.dtype if stretches == 1 else torch.float32
@@ -162,9 +163,9 @@ def _linear(
     scale: Tensor | None = None,
     split: bool = False,
 ) -> Tensor:
-    """A linear map of x (B, 1, I), or of what stretches of keys gave, as the scale weighs them.
+    """A linear map of x (B, 1, I), or of attention over S splits, merged by their log-sum-exps, scale.
 
-    split: its sums over parts of the inputs, (S, B, O), to which no bias is added yet.
+    split: returns partial sums over parts of the inputs, (S, B, O), without the bias.
     """
     weight, of_weight, bias = _weights(linear)
     outputs, inputs = weight.shape
@@ -188,7 +189,7 @@ def _linear(
 def _settle(
     z: Tensor, parts: Tensor | None = None, linear: nn.Module | None = None, norm: nn.LayerNorm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Latents (B, 1, C) with the sums of a linear map added, (S, B, C), and those behind a layer norm."""
+    """Latents (B, 1, C) plus a linear map's partial sums (S, B, C) and bias, and the layer norm of that."""
     rows, _, width = z.shape
     out, normal = z if parts is None else torch.empty_like(z), torch.empty_like(z)
     bias = z if linear is None else _weights(linear)[2]

@@ -1,9 +1,9 @@
 """The Triton kernels of fused.py.
 
-What lies between two products is computed on the way, only those keys are read that are there yet, and a
-kernel fetches what it can, and computes what it can with that, while the one before it still runs
-(programmatic dependent launch). That is safe for what has lain there since before the step: weights, and
-all keys and values but the newest.
+Most operations between two matrix products are fused into them; only keys already written are read.
+While the previous kernel still runs, the next one fetches what it can, and computes what that allows
+(programmatic dependent launch). This is safe for everything written before the step: the weights, and all
+keys and values but the newest.
 
 Letters: B batch, C channels, E input width, K head width, O outputs, I inputs of a linear map.
 """
@@ -13,14 +13,14 @@ import triton.language as tl  # ty: ignore[import-not-found]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # ty: ignore[import-not-found]
 
 _NOTHING = tl.constexpr(-1e30)
-"""A score that no key has."""
+"""The score of a masked key; lower than any real one."""
 
 
 @triton.jit
 def _read(
     x, scale, i, INPUTS: tl.constexpr, HEAD: tl.constexpr, MERGED: tl.constexpr, STRETCHES: tl.constexpr
 ):
-    """A single row's inputs, (1, IN): as they are, or what all stretches of the keys give together."""
+    """A single row's inputs (1, IN): as stored or, if MERGED, attention's splits merged by log-sum-exp."""
     there = i < INPUTS
     if MERGED:
         at = i // HEAD * STRETCHES
@@ -44,9 +44,9 @@ def _fetch(
     gain, base, weight, of_weight, bias, o, INPUTS: tl.constexpr, WIDTH: tl.constexpr,
     SCALED: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
-    """What does not depend on the kernel before, and so can be read while that runs.
+    """Loads what does not depend on the previous kernel, and so can be read while that runs.
 
-    For a single row, these are its weights, too, (OUT, IN), and those of the layer norm before it.
+    For a single row this includes the weights (OUT, IN), and those of the preceding layer norm.
     """
     known = o < WIDTH
     shift = tl.load(bias + o, mask=known, other=0.0).to(tl.float32)
@@ -68,7 +68,7 @@ def _product(
     NORM: tl.constexpr, MERGED: tl.constexpr, STRETCHES: tl.constexpr, SPLIT: tl.constexpr,
     KIND: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, OUT) of a linear map, perhaps behind a layer norm; of some of its inputs, if it is split."""
+    """(ROWS, OUT) of a linear map, after a layer norm if NORM; over part of its inputs if SPLIT."""
     w, gains, bases, factor, shift = fetched
     i = tl.arange(0, IN)[None, :]
     known = (o < WIDTH)[:, None]
@@ -92,7 +92,7 @@ def _product(
             there = start + i < INPUTS
             more = tl.load(weight + o[:, None] * INPUTS + start + i, mask=known & there, other=0.0)
             further = tl.load(x + row * INPUTS + start + i, mask=(row < B) & there, other=0.0)
-            # Whole numbers of eight bits are exact in sixteen.
+            # 8-bit integers are exact in 16-bit floats.
             total = tl.dot(further.to(KIND), tl.trans(more.to(KIND)), total, input_precision="ieee")
     if SCALED:
         total = total * factor[None, :]
@@ -107,7 +107,7 @@ def linear_kernel(
     SPLIT: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
     ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
-    """A few outputs of a linear map, with what comes before and after it."""
+    """A few outputs of a linear map, fused with what comes before (merge, layer norm) and after it."""
     if EARLY:
         gdc_launch_dependents()
     o = tl.program_id(0) * OUT + tl.arange(0, OUT)
@@ -139,7 +139,7 @@ def settle_kernel(
     z, parts, bias, gain, base, out, normal, eps, rows, width,
     SPLITS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One row: adds what parts of a product and its bias give, then a layer norm."""
+    """One row: adds a product's partial sums and bias to the latent, then applies a layer norm."""
     if EARLY:
         gdc_launch_dependents()
     row, c = tl.program_id(0), tl.arange(0, CHANNELS)
@@ -174,7 +174,7 @@ def project_kernel(
     SCALED: tl.constexpr, NORM: tl.constexpr, TURNED: tl.constexpr, EARLY: tl.constexpr,
     ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
-    """A few channels of the query, the key or the value."""
+    """A few channels of the query, the key (both rotated) or the value."""
     if EARLY:
         gdc_launch_dependents()
     which = tl.program_id(1)
@@ -214,7 +214,7 @@ def _projected(
     B: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr,
     EARLY: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, OUT) of one linear map, fetched before the kernel before ends and computed after."""
+    """(ROWS, OUT) of one linear map: fetches before the previous kernel ends, and computes after it."""
     fetched = _fetch(gain, base, weight, of_weight, bias, o, INPUTS, WIDTH, SCALED, NORM, ROWS, IN)
     if EARLY:
         gdc_wait()
@@ -226,7 +226,7 @@ def _projected(
 
 @triton.jit
 def _turn(y, factors, TURNED: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr):
-    """Rotary positions: each channel times one factor, plus the other of its pair times another."""
+    """Applies the rotary embedding: each channel times one factor, plus its partner times another."""
     if TURNED:
         a, b = tl.split(tl.reshape(y, (ROWS, OUT // 2, 2)))
         y = y * factors[0] + tl.reshape(tl.join(b, a), (ROWS, OUT)) * factors[1]
@@ -235,7 +235,7 @@ def _turn(y, factors, TURNED: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexp
 
 @triton.jit
 def _take(top, total, out, q, k, v, key, end, shows, MASKED: tl.constexpr):
-    """Each lane's softmax with one more key and value."""
+    """Online softmax: adds one more key and value to each lane."""
     shown = key < end
     if MASKED:
         shown = shown & (tl.load(shows + key, mask=shown, other=0) != 0)
@@ -251,7 +251,7 @@ def attend_kernel(
     row_stride, head_stride, key_stride, heads, stretches, factor, visible_stride,
     MASKED: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row over a stretch of the keys; the kernel before wrote the newest of them."""
+    """Attention of one row and head to a split of the keys; the previous kernel wrote the newest key."""
     if EARLY:
         gdc_launch_dependents()
     row, head, stretch = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
@@ -280,7 +280,7 @@ def attend_kernel(
         if EARLY:
             gdc_wait()
         q = tl.load(query + tl.program_id(0) * WIDTH + channel).to(tl.float32) * factor
-        first = (lane == 0) & (stretch == 0)  # takes the newest
+        first = (lane == 0) & (stretch == 0)  # accumulates the newest key
         top = tl.where(first, tl.sum(q * tl.load(keys + newest * key_stride).to(tl.float32)), _NOTHING)
         total = tl.where(first, 1.0, 0.0)
         out = tl.where(first[:, None], tl.load(values + newest * key_stride).to(tl.float32)[None, :], 0.0)
@@ -308,7 +308,10 @@ def _by_products(
     query, keys, values, newest, key_stride, begin, end, factor, shows,
     MASKED: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All keys of one head, by matrix products: those need 16 rows at least, so there are 16 equal ones."""
+    """All keys of one head, by matrix products.
+
+    These need at least 16 rows, so the query is repeated 16 times.
+    """
     kind: tl.constexpr = keys.dtype.element_ty
     lane = tl.arange(0, KEYS)
     q = tl.load(query)

@@ -1,10 +1,10 @@
-"""Generation: a prompt is read, then tokens are drawn one by one, each from the logits after the last.
+"""Generation: reads a prompt, then draws tokens one by one, each from the logits at the last position.
 
 Notable:
-- a row's tokens depend on the seed, its prompt and how many equal prompts stand above it in the
-  batch, not on the rest of the batch (except that rows have as many latents, and forget as many
-  columns, as the longest prompt asks for);
-- without a cache the same latents are computed afresh at every step, and give the same tokens.
+- a row's tokens depend on the seed, its prompt and the number of equal prompts above it in the batch, not
+  on the other rows (except that the longest prompt determines how many latents all rows have, and how
+  many columns they drop);
+- without a cache, the same latents are recomputed at every step, and give the same tokens.
 
 Letters: B batch, P prompt, M inputs that are kept, N latents at most, V vocabulary, A position axes.
 """
@@ -48,10 +48,10 @@ def generate(
     grow_latents: bool = True,
     log_probs: bool = False,
 ) -> Any:
-    """The prompt (B, P) and what follows it, (B, P + max_new_tokens).
+    """The prompt (B, P) and its continuation, (B, P + max_new_tokens).
 
-    The arguments are those of `stream`. With log_probs, a pair: the tokens, and the log-probabilities
-    of the new ones, (B, max_new_tokens).
+    The arguments are those of `stream`. With log_probs, returns a pair: the tokens, and the
+    log-probabilities of the new ones, (B, max_new_tokens).
     """
     drawn = list(
         stream(
@@ -76,7 +76,7 @@ def generate(
     )
     tokens, scores = zip(*drawn, strict=True) if log_probs else (drawn, None)
     new = torch.stack(list(tokens), dim=1)
-    missing = max_new_tokens - new.shape[1]  # of rows that all stopped
+    missing = max_new_tokens - new.shape[1]  # when all rows stopped early
     ids = torch.cat((prompt.to(new), torch.nn.functional.pad(new, (0, missing), value=PAD)), dim=1)
     if scores is None:
         return ids
@@ -103,27 +103,28 @@ def stream(
     log_probs: bool = False,
     above: int = 0,
 ) -> Iterator[Any]:
-    """Tokens that follow a prompt, one (B,) tensor a step, as they are drawn.
+    """The tokens that follow a prompt, as they are drawn: one (B,) tensor per step.
 
     Args:
         model: Computes in the precision of its weights, on their device.
         prompt: Tokens (B, P), padded on the left where lengths (B,) are below P.
         max_new_tokens: How many to draw.
-        temperature: Flattens probabilities above 1, sharpens them below; 0 takes the likeliest token.
-        top_k: Draw from the k likeliest tokens only.
-        top_p: Draw from the likeliest tokens that together reach this probability.
-        latents: N, at most; by default as many as in training.
+        temperature: Above 1 flattens the distribution, below sharpens it; 0 takes the most likely token.
+        top_k: Draw only from the k most likely tokens.
+        top_p: Draw only from the most likely tokens that together reach this probability.
+        latents: N, the maximum number of latents; by default as many as in training.
         seed: Of the random numbers.
-        cache: Whether keys and values are kept, or computed again at every step.
-        positions: (B or 1, P + max_new_tokens) or with axes; by default 0, 1, ... from the first token.
-        allowed: Given t, the number of tokens drawn so far, says which may come next: (V,) or (B, V).
+        cache: Whether to cache keys and values, or recompute everything at every step.
+        positions: (B or 1, P + max_new_tokens) or with A axes; by default 0, 1, ... from the first token.
+        allowed: Given t, the number of tokens drawn so far, returns a mask of the tokens that may come
+            next: (V,) or (B, V).
         lengths: Of the prompts, (B,).
-        stop: Tokens that end a row, which then goes on with PAD; the stream ends when all rows have.
-        min_p: Draw from tokens at least this share as likely as the likeliest only.
-        repetition_penalty: Above 1, tokens that came before become less likely.
+        stop: Tokens that end a row, which then continues with PAD; the stream ends when all rows have.
+        min_p: Draw only from tokens at least this fraction as likely as the most likely one.
+        repetition_penalty: Above 1, makes tokens that occurred before less likely.
         grow_latents: False, without a cache: N latents at every step, the paper's "no caching".
-        log_probs: Yield pairs: the tokens, and their log-probabilities (B,) under the model itself.
-        above: How many equal prompts stand above each of these in a batch of which they are a part.
+        log_probs: Yield pairs: the tokens, and their log-probabilities (B,) under the unmodified logits.
+        above: The number of equal prompts above each of these, if these are part of a larger batch.
     """
     sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
     most = model.config.check_latents(latents)
@@ -159,9 +160,9 @@ def _draw(
     seen: Tensor | None,
     log_probs: bool,
 ) -> Iterator[Any]:
-    """The loop: logits, a token, and on from there."""
+    """The loop of generation: gets logits from the engine, samples a token, and sends it back."""
     token = finished = None
-    modules = list(model.modules())  # to list those of 60 layers takes a quarter of a millisecond
+    modules = list(model.modules())  # listing those of 60 layers takes a quarter of a millisecond
     for t, chance in zip(range(new), chances, strict=False):
         with _evaluating(model.norm.weight.device.type, modules):
             logits = next(engine) if token is None else engine.send(token)
@@ -182,7 +183,7 @@ def _draw(
 
 @contextmanager
 def _evaluating(device: str, modules: Iterable[nn.Module]) -> Generator[None]:
-    """No dropout, gradients or autocast; never held while the caller of a stream has its turn."""
+    """Evaluation mode without gradients or autocast, left before each yield to the caller of a stream."""
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False
@@ -201,7 +202,7 @@ def _cached(
     lengths: Tensor | None,
     most: int,
 ) -> Engine:
-    """Each token is computed once; latents are refreshed when there are N of them."""
+    """Generates with a cache: each token is computed once, and N latents trigger a refresh."""
     given, total = prompt.shape[1], places.shape[1]
     room = min(model.config.context, total), most
     logits, cache = prefill(model, prompt, places[:, :given], room, lengths)
@@ -219,7 +220,7 @@ def _recomputed(
     most: int,
     grow_latents: bool,
 ) -> Engine:
-    """Everything is computed at every step: of the inputs and latents that a cache would hold, or N."""
+    """Recomputes everything at every step, with the inputs and latents of the cache, or N latents."""
     context = model.config.context
     prompted = inputs = tokens.shape[1]
     latents = half(inputs, most)
@@ -238,7 +239,7 @@ def _recomputed(
 def _check(
     model: Decoder, prompt: Tensor, lengths: Tensor | None, new: int, cache: bool, grow_latents: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Prompt and lengths on the model's device, once it is sure that they can be gone on from."""
+    """Validates the arguments; returns prompt and lengths on the model's device."""
     if prompt.dim() != 2 or prompt.is_floating_point() or not prompt.numel():
         raise ValueError(
             f"a prompt must be whole numbers of shape (B, P), at least one a row, not {tuple(prompt.shape)}."
@@ -267,13 +268,13 @@ def _check(
 def _places(
     model: Decoder, prompt: Tensor, lengths: Tensor | None, positions: Tensor | None, new: int
 ) -> Tensor:
-    """Positions of prompt and new tokens, (B or 1, P + new, A)."""
+    """Positions of the prompt and the new tokens, (B or 1, P + new, A)."""
     tokens = prompt.new_empty(len(prompt), prompt.shape[1] + new)
     if positions is None:
         return model.place(tokens, None, None if lengths is None else lengths + new)
     places, config = model.place(tokens, positions.to(prompt.device), None), model.config
     rows = config.axes or ((config.context,) if config.positions == "learned" else ())
-    used = places[:, :-1].flatten(0, 1)  # the last token is no input
+    used = places[:, :-1].flatten(0, 1)  # the last token is never an input
     if places.is_floating_point() or any(
         not 0 <= low <= high < count
         for low, high, count in zip(used.amin(0).tolist(), used.amax(0).tolist(), rows, strict=False)
@@ -289,7 +290,10 @@ def _ids(stop: int | Iterable[int] | None) -> list[int]:
 
 
 def _chances(prompt: Tensor, lengths: Tensor | None, seed: int, above: int) -> Iterator[Tensor]:
-    """Random numbers (B,) in [0, 1), step by step: a row's own by its prompt and how often it came."""
+    """Uniform random numbers (B,) in [0, 1) for each step.
+
+    Each row has a stream of its own, seeded by its prompt and how often that occurred above.
+    """
     repetitions: Counter[bytes] = Counter()
     rows = []
     for index, row in enumerate(prompt.cpu().numpy()):
@@ -300,7 +304,7 @@ def _chances(prompt: Tensor, lengths: Tensor | None, seed: int, above: int) -> I
 
 
 def _in_blocks(rows: list[np.random.Generator], device: torch.device) -> Iterator[Tensor]:
-    """Many numbers are sent to the device at once."""
+    """Draws 512 steps at a time, to transfer numbers to the device less often."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     while True:
         yield from torch.from_numpy(np.stack([row.random(512) for row in rows], axis=1)).to(device, dtype)
@@ -316,7 +320,7 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def _seen(model: Decoder, prompt: Tensor, lengths: Tensor | None) -> Tensor:
-    """Which tokens the prompts hold, (B, V)."""
+    """Mask of the tokens that occur in the prompts, (B, V)."""
     seen = torch.zeros(len(prompt), model.config.vocab_size, dtype=torch.bool, device=prompt.device)
     for index, row in enumerate(prompt):
         seen[index, row[_padding(row, lengths, index) :]] = True
@@ -324,7 +328,7 @@ def _seen(model: Decoder, prompt: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _mask(allowed: Any, logits: Tensor, t: int) -> Tensor:
-    """What may come next, (V,) or (B, V)."""
+    """Validates a mask returned by `allowed`, (V,) or (B, V)."""
     mask = torch.as_tensor(allowed)
     if mask.dtype != torch.bool or mask.shape not in (logits.shape, logits.shape[1:]):
         raise ValueError(

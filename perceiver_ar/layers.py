@@ -1,4 +1,4 @@
-"""Linear maps and embeddings that start as the authors' do, and quick look-ups."""
+"""Linear maps and embeddings with the authors' initialisation, and fast look-ups."""
 
 import math
 from typing import Any
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _CLIPPED_STD = 0.87962566103423978
-"""Standard deviation of a unit normal cut off at two: what variance scaling divides by."""
+"""Standard deviation of a unit normal truncated at two: variance scaling divides by it."""
 
 
 def truncated_normal_(x: Tensor, std: float) -> None:
-    """Fills in place from a normal cut off at two standard deviations."""
+    """Fills x in place from a normal truncated at two standard deviations."""
     nn.init.trunc_normal_(x, std=std, a=-2 * std, b=2 * std)
 
 
 class Linear(nn.Linear):
-    """Starts with variance 1 / fan_in and no bias."""
+    """A linear map initialised with variance 1 / fan_in and zero bias."""
 
     def reset_parameters(self) -> None:
         truncated_normal_(self.weight, std=1 / math.sqrt(self.in_features) / _CLIPPED_STD)
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
 
 
 class ZeroLinear(nn.Linear):
-    """Starts at zero, for logits: every token is equally likely at first."""
+    """A linear map to logits, initialised with zeros, so that all tokens are equally likely at first."""
 
     def __init__(self, width: int, out: int, bias: bool = False) -> None:
         super().__init__(width, out, bias)
@@ -38,7 +38,7 @@ class ZeroLinear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Starts at std 1; at 0.02 where the output shares it, or the first logits would be huge."""
+    """An embedding with a std of 1; tied to the output, it needs 0.02, or the first logits would be huge."""
 
     def __init__(self, rows: int, width: int, std: float = 1.0) -> None:
         self.std = std
@@ -49,7 +49,7 @@ class Embedding(nn.Embedding):
 
 
 class Vectors(nn.Module):
-    """A learned table that is used whole, such as one query a latent."""
+    """A learned table that is used whole, such as one query per latent."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class Vectors(nn.Module):
 
 
 def look_up(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows (V, E) of a table by their numbers (B, M), which are many and come again and again."""
+    """Rows (B, M, E) of a table (V, E) at ids (B, M), with a fast gradient where ids repeat often."""
     return F.embedding(ids, table) if torch.compiler.is_exporting() else _LookUp.apply(table, ids)
 
 
 class _LookUp(torch.autograd.Function):
-    """F.embedding, whose gradient on a GPU is one product instead of a sum that all threads wait for."""
+    """F.embedding whose gradient, for small tables on a GPU, is one matrix product, not a contended sum."""
 
     @staticmethod
     def forward(table: Tensor, ids: Tensor) -> Tensor:
@@ -91,4 +91,4 @@ class _LookUp(torch.autograd.Function):
 
 
 _FEW = 2048
-"""Rows up to which a matrix of ones and zeros, one column an id, is small enough."""
+"""Table rows up to which the one-hot matrix (V, B * M) is small enough."""

@@ -1,12 +1,12 @@
-"""Perceiver AR: one causal cross-attend from many inputs to few latents, then a deep stack on those.
+"""Perceiver AR: one causal cross-attend from many inputs to few latents, then a deep stack on the latents.
 
 Letters: B batch, M inputs (context), N latents, C channels, E input width, H heads, K head width,
 L layers, V vocabulary, A position axes.
 
 Notable:
-- latents are the last N inputs, and N is a choice of each call, not of the weights;
-- positions are an explicit input, padding is told by lengths, and no token is special;
-- cross-attend dropout picks the inputs that it keeps before anything is computed from them.
+- there is one latent for each of the last N inputs, and N is chosen per call, not fixed by the weights;
+- positions are an explicit input, padding is given by lengths, and no token is special;
+- cross-attend dropout selects the inputs to keep before anything is computed from them.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from perceiver_ar.layers import Linear, Vectors, look_up
 from perceiver_ar.parts import Share
 
 Turns = tuple[Rotation | None, Rotation | None]
-"""Of the queries and of the keys; None where positions are not rotary."""
+"""Rotations of the queries and of the keys; None where positions are not rotary."""
 
 
 class MLP(nn.Module):
-    """Four times as wide inside, with a squared ReLU."""
+    """Two linear maps, four times as wide in between, with a squared ReLU."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each behind a layer norm and with a residual to the latents.
+    """Pre-norm attention and a pre-norm MLP, each with a residual connection to the latents.
 
-    With an input width it is a cross-attend: keys and values come from the inputs, and queries,
-    keys and values have the inputs' width. Without, it is a self-attend.
+    With an input width it is a cross-attend: keys and values come from the inputs, and queries, keys and
+    values have the inputs' width. Without, it is a self-attend.
     """
 
     def __init__(self, channels: int, heads: int, dropout: float, input_width: int | None = None) -> None:
@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.mlp = MLP(channels)
         self.dropout = dropout
         self.share: Share | None = None
-        """The processes that each hold some of the inputs; None: this one holds all."""
+        """The processes that split the inputs between them; None: this process has all of them."""
 
     def forward(
         self,
@@ -97,21 +97,22 @@ class Block(nn.Module):
         return inputs is None and isinstance(self.query, nn.Linear)
 
     def _joint(self, latents: Tensor) -> Tensor:
-        """Queries, keys and values of a self-attend, (B, N, 3, H, K), by one product: faster than three."""
+        """Packed queries, keys and values (B, N, 3, H, K) by one product, which is faster than three."""
         maps = self.query, self.key, self.value
         weight, bias = (torch.cat([getattr(m, name) for m in maps]) for name in ("weight", "bias"))
         return F.linear(latents, weight, bias).unflatten(-1, (3, self.heads, -1))
 
     def ask(self, latents: Tensor, turn: Rotation | None) -> Tensor:
-        """Queries of the latents behind their layer norm."""
+        """Queries (B, H, N, K) of already normed latents."""
         return self._heads(self.query(latents), turn)
 
     def keys_values(
         self, inputs: Tensor, turn: Rotation | None, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the inputs; in a self-attend, of the latents behind their layer norm.
+        """Keys and values of the inputs or, in a self-attend, of already normed latents.
 
-        Given tokens (B, M), inputs are the vectors (V, E) of all there are: each is projected once.
+        Given tokens (B, M), inputs are the vectors of the whole vocabulary (V, E): each is projected
+        once, and the results are looked up.
         """
         source = inputs if self.input_norm is None else self.input_norm(inputs)
         k, v = self.key(source), self.value(source)
@@ -124,13 +125,13 @@ class Block(nn.Module):
         return x if turn is None else rotate(x, turn)
 
     def update(self, z: Tensor, attended: Tensor, seeds: Tensor | None = None) -> Tensor:
-        """Adds what was attended to, (B, H, N, K), and then the MLP of the sum; seeds (B,): with dropout."""
+        """Adds the attention output (B, H, N, K), projected, and then the MLP; seeds (B,): for dropout."""
         z = z + drop(self.out(attended.transpose(1, 2).flatten(2)), self.dropout, seeds)
         return z + drop(self.mlp(self.mlp_norm(z)), self.dropout, branch(seeds, 1))
 
 
 class Queries(nn.Module):
-    """What the latents are before the cross-attend: made from the last N inputs, or learned."""
+    """The initial latents, before the cross-attend: a map of the last N inputs, or learned vectors."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -156,7 +157,7 @@ class Queries(nn.Module):
 
 
 def latent_numbers(count: int, lengths: Tensor | None, device: torch.device) -> Tensor:
-    """0, 1, ... from the first real latent on, so that adding a latent renumbers none: (B or 1, N)."""
+    """Numbers the latents 0, 1, ... from the first real one, so that adding a latent renumbers none."""
     numbers = torch.arange(count, device=device)[None]
     if lengths is None:
         return numbers
@@ -164,11 +165,11 @@ def latent_numbers(count: int, lengths: Tensor | None, device: torch.device) -> 
 
 
 class Seen(NamedTuple):
-    """Inputs as the cross-attend is given them."""
+    """The inputs that the cross-attend attends to."""
 
     tokens: Tensor  # (B, M)
     positions: Tensor  # (B or 1, M, A)
-    visible: Tensor | None  # (B, W): which of the last W may be seen, as all before those may; None: all
+    visible: Tensor | None  # (B, W): mask of the last W inputs; those before are visible. None: all are
 
 
 class PerceiverAR(Decoder):
@@ -193,14 +194,14 @@ class PerceiverAR(Decoder):
         self.output = (AdaptiveOutput if config.cutoffs else Output)(config)
 
     def _latents(self, given: Inputs, count: int) -> Tensor:
-        """One cross-attend from the last N inputs to all, then self-attends (section 3)."""
+        """One cross-attend from the last N inputs to all inputs, then the self-attends (section 3)."""
         cross_seeds, *self_seeds = branches(given.seeds, 1 + self.config.layers)
         seen = self._seen(given, count)
         z = self._attend_inputs(given, seen, count, cross_seeds)
         return self._attend_latents(z, given, self_seeds)
 
     def _seen(self, given: Inputs, count: int) -> Seen:
-        """What cross-attend dropout leaves of the inputs (appendix E), and of that this process's part."""
+        """The inputs that cross-attend dropout keeps (appendix E), and of those this process's part."""
         seen = Seen(given.tokens, given.positions, given.visible)
         config, seeds = self.config, given.seeds
         if seeds is not None and config.cross_dropout > 0:
@@ -218,7 +219,7 @@ class PerceiverAR(Decoder):
         """The latents after the cross-attend, (B, N, C)."""
         inputs, ids = self._embed(seen)
         positions, alone = given.positions[:, -count:], self.cross_attend.share is None
-        reuse = ids is None and alone  # the last N are embedded already
+        reuse = ids is None and alone  # the last N inputs are embedded already
         last = inputs[:, -count:] if reuse else self.embedding(given.tokens[:, -count:], positions)
         z = self.queries(last, latent_numbers(count, given.lengths, last.device))
         turns = self.cross_turn(positions), self.cross_turn(seen.positions)
@@ -227,14 +228,17 @@ class PerceiverAR(Decoder):
         return self._run(self.cross_attend, z, inputs, turns, **options)
 
     def _embed(self, seen: Seen) -> tuple[Tensor, Tensor | None]:
-        """Vectors of the inputs (B, M, E); or, where that is less work, of all tokens (V, E), and the ids."""
+        """The embedded inputs (B, M, E) or, if that is less work, the vocabulary (V, E) and the token ids."""
         table = self.embedding.table
         if table is not None and 2 * len(table) <= seen.tokens.numel():
             return table, seen.tokens
         return self.embedding(seen.tokens, seen.positions), None
 
     def _attend_latents(self, z: Tensor, given: Inputs, seeds: Sequence[Tensor | None]) -> Tensor:
-        """The latents after the self-attends; a dropped one is hidden from all others in every layer."""
+        """The latents after the self-attends.
+
+        A latent dropped by latent dropout is hidden from all other latents, in every layer.
+        """
         count, share = z.shape[1], self.config.latent_dropout
         visible = given.visible if given.padded else None
         visible = None if visible is None else visible[:, -count:]
@@ -249,25 +253,25 @@ class PerceiverAR(Decoder):
         return z
 
     def cross_turn(self, positions: Tensor) -> Rotation | None:
-        """What the cross-attend turns queries and keys at these positions (B, T, A) by, if rotary."""
+        """Rotation of the cross-attend's queries and keys at positions (B, T, A); None if not rotary."""
         return self._turn(positions, self.config.input_width // self.config.cross_head_count)
 
 
 def _hide_last(visible: Tensor | None, count: int, share: float, seeds: Tensor) -> Tensor:
-    """Hides a random share of the last few too: (B, W), or (B, count) where nothing was hidden yet."""
+    """Also hides a random share of the last `count` inputs: (B, W), or (B, count) if there was no mask."""
     left = kept(seeds, share, count)
     return left if visible is None else visible & F.pad(left, (visible.shape[1] - count, 0), value=True)
 
 
 def _keep_some(seen: Seen, chances: Tensor, keep: int) -> Seen:
-    """Of the first inputs those with the lowest chances (B, M - N), then the last, in each example.
+    """Keeps, in each example, the `keep` earlier inputs with the lowest chances (B, M - N), and the last N.
 
-    Which of those chosen comes first does not matter: all stand before every latent.
+    The order of the earlier ones does not matter, since they all precede every latent.
     """
     (batch, inputs), before = seen.tokens.shape, chances.shape[1]
     chosen = chances.argsort(dim=1, stable=True)[:, :keep]
     if seen.visible is not None:
-        chosen = chosen.sort(dim=1).values  # padding stands together, so whole blocks are hidden, or open
+        chosen = chosen.sort(dim=1).values  # padding stays contiguous, so whole blocks are hidden or visible
     last = torch.arange(before, inputs, device=seen.tokens.device).expand(batch, -1)
     index = torch.cat((chosen, last), dim=1)  # (B, keep + N)
     positions = seen.positions.expand(batch, -1, -1)
@@ -279,7 +283,7 @@ def _keep_some(seen: Seen, chances: Tensor, keep: int) -> Seen:
 
 
 def _own_part(seen: Seen, count: int, share: Share) -> Seen:
-    """The inputs that this process attends to; the last few go to the last process."""
+    """The inputs that this process attends to; the last `count` belong to the last process."""
     tokens, positions, visible = seen
     inputs = tokens.shape[1]
     begin, end = ((inputs - count) * rank // share.size for rank in (share.rank, share.rank + 1))

@@ -1,4 +1,4 @@
-"""Weights of a few bits: a matrix as whole numbers and a scale a row, so that a model can be sent along."""
+"""Weights of a few bits, for smaller files: each matrix as integers, with one scale per row."""
 
 from collections.abc import Mapping
 
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 SCALE = ".scale"
-"""What the names of scales end with."""
+"""Suffix of the scales' names."""
 FEW = range(2, 9)
-"""Bits that a weight can have."""
+"""The numbers of bits that a weight can have."""
 
 
 def pack(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
-    """Matrices as bytes in which such numbers follow one another, and their scales; all else in float32."""
+    """Matrices as tightly packed bits, and their scales in float16; all other weights in float32."""
     if bits not in FEW:
         raise ValueError(f"weights can have from {FEW[0]} to {FEW[-1]} bits, not {bits}.")
     packed: dict[str, Tensor] = {}
@@ -33,7 +33,7 @@ def pack(weights: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
 
 
 def unpack(packed: Mapping[str, Tensor], bits: int, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Weights of these shapes, in float32. What does not fit is left as it is, for who loads them to name."""
+    """Weights of these shapes, in float32; any that do not fit stay packed, for the loader to report."""
     weights = dict(packed)
     for name, shape in shapes.items():
         scale, size = packed.get(name + SCALE), shape.numel()

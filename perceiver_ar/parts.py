@@ -1,4 +1,4 @@
-"""Attention to keys in parts, merged by log-sum-exp: on a CPU, and where processes share the keys.
+"""Attention over parts of the keys, merged by log-sum-exp: on a CPU, or with the keys split over processes.
 
 Letters: B batch, M keys, N queries, H heads, K head width, W keys that can be hidden.
 """
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Share(Protocol):
-    """Processes that each hold some of the keys; the last of them holds those of the queries' own places."""
+    """Processes that each hold some of the keys; the last one's end with the queries' own."""
 
     @property
     def rank(self) -> int: ...
@@ -23,32 +23,32 @@ class Share(Protocol):
     def size(self) -> int: ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over all of them, in place."""
+        """Sums x over all processes, in place."""
         ...
 
     def max(self, x: Tensor) -> Tensor:
-        """Over all of them, in place."""
+        """Takes the maximum of x over all processes, in place."""
         ...
 
 
 def attend_in_two(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
-    """On the CPU: the keys before the queries' own densely, the last N causally, then merged."""
+    """The CPU's kernel: dense attention to the first M - N keys, causal attention to the last N, merged."""
     return _InParts.apply(q, k, v, visible, own, None)
 
 
 @functools.cache
 def attend_together() -> Callable[..., Tensor]:
-    """The same where processes share the keys; not compiled, since a compiler may move what they send."""
+    """Attention to keys split over processes; not compiled, since that may reorder communication."""
     return torch.compiler.disable(_InParts.apply)
 
 
 class _InParts(torch.autograd.Function):
-    """A call of flash attention for each part of the keys, merged by their log-sum-exps.
+    """One flash attention per part of the keys, merged by log-sum-exp.
 
-    The merged output and log-sum-exp, handed to each part's backward, give the exact gradients of
-    the whole. Processes that share the keys have the same queries and the same gradients of what
-    comes out. Each gets all of the queries' gradients; but those of keys and values, which one of
-    them has, count as often as there are processes, since what they all find is averaged later.
+    Passing the merged output and log-sum-exp to each part's backward gives the exact gradients of the
+    whole. Processes that split the keys have the same queries and output gradients. The gradients of the
+    queries are summed over the processes. Those of keys and values, which arise in one process only, are
+    multiplied by the number of processes, since parameter gradients are averaged over them later.
     """
 
     @staticmethod
@@ -88,11 +88,11 @@ class _InParts(torch.autograd.Function):
 
 
 Part = tuple[Tensor, Tensor]
-"""What was attended to, (B, H, N, K), and the log-sum-exp of its scores, (B, H, N)."""
+"""The output of attention, (B, H, N, K), and the log-sum-exp of its scores, (B, H, N)."""
 
 
 def _nothing(q: Tensor) -> Part:
-    """The part of a process without keys: no weight."""
+    """The part of a process without keys: zeros, with a weight of zero."""
     exact = torch.promote_types(q.dtype, torch.float32)
     return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
 
@@ -104,7 +104,7 @@ def _merged(one: Part, other: Part) -> Part:
 
 
 def _merged_by_all(out: Tensor, lse: Tensor, share: Share) -> Part:
-    lse = lse.contiguous()  # strides are not sent, and all must have the same
+    lse = lse.contiguous()  # all-reduce ignores strides, so they must be the same everywhere
     top = share.max(lse.clone())
     weight = (lse - top).exp()
     whole = share.sum(weight.clone())
@@ -113,7 +113,7 @@ def _merged_by_all(out: Tensor, lse: Tensor, share: Share) -> Part:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, shown: Tensor | None, own: bool) -> Part:
-    """One part, by the device's flash attention; shown (B, M): which keys may be seen."""
+    """Flash attention to one part of the keys; shown (B, M) marks those that are visible."""
     if q.device.type == "cpu":
         mask = _bias(q, causal, shown, own)
         attend_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -146,7 +146,7 @@ def _flash_backward(
     if shown is not None:
         q, k, v = with_spare(q, k, v, shown[:, None, :, None])
     grad, out = (F.pad(x, (0, q.shape[-1] - width)) for x in (grad, out))
-    random = (q.new_zeros(size, dtype=torch.uint64) for size in ((2,), ()))  # for dropout, which is off
+    random = (q.new_zeros(size, dtype=torch.uint64) for size in ((2,), ()))  # of dropout, which is off
     found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *random,
         scale=1 / math.sqrt(width),
@@ -155,7 +155,7 @@ def _flash_backward(
 
 
 def _bias(q: Tensor, causal: bool, shown: Tensor | None, own: bool) -> Tensor | None:
-    """What is added to scores, (B, 1, N or 1, M), where some keys are hidden."""
+    """Additive attention mask, (B, 1, N or 1, M), or None where no key is hidden."""
     if shown is None:
         return None
     open_ = shown[:, None, None]
@@ -166,28 +166,28 @@ def _bias(q: Tensor, causal: bool, shown: Tensor | None, own: bool) -> Tensor | 
 
 
 SPARE = 32
-"""Channels more, by which a key's score can be lowered; so many that FlashAttention 4 has a right kernel."""
+"""Extra channels that lower a hidden key's score; with 32, FlashAttention 4's gradients stay right."""
 _LOWER = -1e4
-"""What each of them adds to a hidden key's score before scaling: no weight is left in float32."""
+"""What each extra channel adds to a hidden key's score before scaling: its weight is 0 in float32."""
 
 
 def with_spare(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with spare channels, by which a GPU's kernels, which take no mask, hide keys.
+    """Queries, keys and values with extra channels that hide keys from GPU kernels that take no mask.
 
-    shown: which may be seen, of as many dimensions as k, whose last is 1.
+    shown marks the visible keys; it is broadcast to k, and its last dimension is 1.
     """
     lower = torch.where(shown, 0.0, _LOWER).to(k.dtype).expand(*k.shape[:3], SPARE)
     return F.pad(q, (0, SPARE), value=1.0), torch.cat((k, lower), dim=-1), F.pad(v, (0, SPARE))
 
 
 _HIDDEN = -1e9
-"""Added to the score of a hidden key; finite, so that a row of nothing else stays a number."""
+"""Added to the score of a hidden key; finite, so that a row without a visible key is not NaN."""
 
 
 def _parts(
     q: Tensor, k: Tensor, visible: Tensor | None, share: Share | None
 ) -> list[tuple[slice, bool, Tensor | None]]:
-    """Keys before the queries' own, then those: where they are, whether causal, which may be seen."""
+    """The keys before the queries' own, then those: their slice, whether causal, and which are visible."""
     last = q.shape[2] if share is None or share.rank == share.size - 1 else 0
     before = k.shape[2] - last
     shown = None if visible is None else F.pad(visible, (k.shape[2] - visible.shape[1], 0), value=True)

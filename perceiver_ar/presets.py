@@ -1,4 +1,4 @@
-"""The paper's experiments, and two to begin with: one function each, returning a complete Experiment.
+"""The paper's experiments, and two starting points: one function each, which returns a complete Experiment.
 
 Settings are the paper's. Where it is silent, the authors' published code decides (residual dropout
 0.1, batch sizes of copy-32 and imagenet64); where that is silent too, UNSTATED says so.
@@ -41,7 +41,7 @@ def _common(**settings: Any) -> ModelConfig:
 
 
 def starter(name: str, context: int, latents: int, channels: int, layers: int, **train: Any) -> Experiment:
-    """Not in the paper: something to begin with on tokens of one's own."""
+    """A starting point that is not in the paper, for tokens of one's own."""
     model = ModelConfig(
         BYTES, context, latents, channels=channels, heads=channels // 64, layers=layers, cross_dropout=0.1
     )
@@ -86,14 +86,14 @@ def pg19(name: str, context: int, cross_dropout: float) -> Experiment:
 
 
 def books(name: str, context: int, layers: int) -> Experiment:
-    """Section 5.4, appendix F.7: tied embeddings, no query map."""
+    """Section 5.4, appendix F.7: tied embeddings, no linear map of the queries."""
     model = _common(vocab_size=32_000, context=context, layers=layers, tied=True, queries="inputs")
     train = TrainConfig(steps=500_000, batch_size=256)
     return Experiment(name, "text", model, train, {"tokenizer": "unigram"})
 
 
 def wikitext103(name: str, context: int) -> Experiment:
-    """Section 5.5, appendix F.5: words, learned queries and positions. Cut-offs: as its Transformer-XL."""
+    """Section 5.5, appendix F.5: words, learned queries and positions. Cutoffs as in its Transformer-XL."""
     model = _common(
         vocab_size=267_735,
         context=context,
@@ -116,7 +116,7 @@ def books_xl(name: str, layers: int) -> Experiment:
 
 
 def wikitext103_xl(name: str) -> Experiment:
-    """Section 5.5, appendix F.5: the same, with adaptive embeddings."""
+    """Section 5.5, appendix F.5: Transformer-XL on words, with adaptive embeddings."""
     cutoffs = (20_000, 40_000, 200_000)
     model = TransformerXLConfig(267_735, cutoffs=cutoffs, residual_dropout=0.1, memory_dropout=0.25)
     train = TrainConfig(steps=UNSTATED_STEPS, batch_size=UNSTATED_BATCH)
@@ -124,7 +124,7 @@ def wikitext103_xl(name: str) -> Experiment:
 
 
 def transformer(name: str, context: int) -> Experiment:
-    """Figure 3: the 6-layer Transformer whose speed is compared. Its data are not stated: bytes."""
+    """Figure 3: the 6-layer Transformer of the speed comparison. Its data are not stated: we use bytes."""
     model = TransformerConfig(BYTES, context, layers=6, residual_dropout=0.1)
     return Experiment(name, "text", model, TrainConfig(batch_size=UNSTATED_BATCH), {"tokenizer": "bytes"})
 

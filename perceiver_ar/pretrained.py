@@ -19,7 +19,7 @@ from perceiver_ar.strict import Config
 
 CONFIG, WEIGHTS, BITS = "config.json", "model.safetensors", "bits"
 _WRAPPED = "model."
-"""What names of weights begin with where transformers wrote them."""
+"""Prefix of the weights' names in folders written through transformers."""
 
 
 class Pretrained(
@@ -29,7 +29,7 @@ class Pretrained(
     paper_url="https://arxiv.org/abs/2202.07765",
     tags=["perceiver-ar"],
 ):
-    """A module made from one config, with save_pretrained, from_pretrained and push_to_hub."""
+    """A module built from one config, with save_pretrained, from_pretrained and push_to_hub."""
 
     config_class: ClassVar[type[Config]]
     model_type: ClassVar[str]
@@ -47,27 +47,27 @@ class Pretrained(
     ) -> Self:
         """Loads a folder, or a repository on the hub, in evaluation mode.
 
-        hub: what huggingface_hub's snapshot_download takes, such as revision, token or cache_dir.
+        hub: arguments of huggingface_hub's snapshot_download, such as revision, token or cache_dir.
         """
         folder = find(pretrained_model_name_or_path, hub)
         with torch.device("meta"):
             model = cls(cls.read_config(folder))
         try:
             weights = load_weights(folder / WEIGHTS, model, str(map_location))
-            if all(name.startswith(_WRAPPED) for name in weights):  # as interop/causal_lm.py saves them
+            if all(name.startswith(_WRAPPED) for name in weights):  # written by interop/causal_lm.py
                 weights = {name.removeprefix(_WRAPPED): tensor for name, tensor in weights.items()}
             model.load_state_dict(weights, assign=True)
         except FileNotFoundError:
             raise ValueError(f"{folder} holds no {WEIGHTS}.") from None
         except SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS} is damaged or not a safetensors file: {error}") from None
-        except RuntimeError as error:  # its text names the tensors that are missing, extra or misshapen
+        except RuntimeError as error:  # its text names the missing, unexpected or misshapen tensors
             raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from None
         return model.eval()
 
     @classmethod
     def read_config(cls, folder: Path) -> Config:
-        """The config of a model folder, checked."""
+        """Reads and checks the config of a model folder."""
         try:
             data = json.loads((folder / CONFIG).read_text())
         except FileNotFoundError:
@@ -84,14 +84,14 @@ class Pretrained(
                 f"{folder / CONFIG} has format version {version}, but this perceiver-ar reads version "
                 f"{FORMAT_VERSION}: install the one that wrote it."
             )
-        if "transformers_version" in data:  # it has many more settings, which mean nothing here
+        if "transformers_version" in data:  # its many other settings mean nothing here
             names = {f.name for f in fields(cls.config_class)}
             data = {name: value for name, value in data.items() if name in names}
         return cls.config_class.from_dict(data)
 
 
 def load_weights(path: Path, model: nn.Module, device: str) -> dict[str, torch.Tensor]:
-    """As they were saved, or packed."""
+    """Loads the weights of a file, unpacking them if they were packed."""
     with safe_open(path, framework="pt") as file:
         bits = (file.metadata() or {}).get(BITS)
     if bits is None:
@@ -105,14 +105,14 @@ def load_weights(path: Path, model: nn.Module, device: str) -> dict[str, torch.T
 
 
 def save_packed(model: "Pretrained", folder: Path, bits: int) -> None:
-    """As save_pretrained does, but with so many bits a weight."""
+    """Saves a model as save_pretrained does, but with the given number of bits per weight."""
     weights = pack(model.state_dict(), bits)
     model.save_pretrained(folder)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt", BITS: str(bits)})
 
 
 def check_types(path: Path) -> None:
-    """Refuses weights that are not all of one kind of floating-point numbers."""
+    """Raises unless all weights have the same floating-point type."""
     with safe_open(path, framework="pt") as file:
         kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     floats = Counter(kind for kind in kinds.values() if kind in _FLOATS)

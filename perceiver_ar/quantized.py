@@ -1,4 +1,4 @@
-"""Weights in eight bits, for generation: with few rows, its time is that of reading them."""
+"""Eight-bit weights for generation, whose time, with few rows, is that of reading the weights."""
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,11 @@ from perceiver_ar.layers import Linear
 from perceiver_ar.model import Block
 
 _FEW = 16
-"""Rows up to which a CPU is faster if weights are not turned back into floats before the product."""
+"""Rows up to which a CPU is faster if weights are not converted back to floats before the product."""
 
 
 class Int8Linear(nn.Module):
-    """A linear map whose weights are whole numbers from -127 to 127, times one scale for each output."""
+    """A linear map with int8 weights from -127 to 127 and one scale per output."""
 
     weight: Tensor
     scale: Tensor
@@ -29,27 +29,27 @@ class Int8Linear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        # Such whole numbers are exact in bf16, so nothing is lost before the scale.
+        # Integers of this size are exact in bf16, so nothing is lost before the scale.
         y = self._of_few(x) if self._is_few(x) else F.linear(x, self.weight.to(x.dtype))
         y = y * self.scale
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def _is_few(self, x: Tensor) -> bool:
-        """Whether the product below can be taken, which crashes at odd widths, and is worth it."""
+        """Whether the int8 product is faster, and safe: it crashes at some widths."""
         few = x.numel() <= _FEW * self.in_features and self.in_features % 32 == 0
         return few and x.device.type == "cpu" and x.dtype != torch.float64
 
     def _of_few(self, x: Tensor) -> Tensor:
-        """By torch's own product of bf16 and eight bits: a quarter of the bytes are read."""
-        ones = torch.ones(self.out_features, dtype=torch.bfloat16)  # the scale would lose digits there
+        """Torch's own product of bf16 inputs and int8 weights, which reads a quarter of the bytes."""
+        ones = torch.ones(self.out_features, dtype=torch.bfloat16)  # not the scale: bf16 would round it
         y = torch._weight_int8pack_mm(x.flatten(0, -2).bfloat16(), self.weight, ones)
         return y.view(*x.shape[:-1], -1)
 
 
 def quantize(model: Decoder) -> Decoder:
-    """The same model with the weights of its blocks in eight bits; to be done last, after any cast.
+    """Converts the weights of the model's blocks to int8, in place; to be called last, after any cast.
 
-    Embeddings, layer norms and the output stay as they are. It cannot be trained or saved any more.
+    Embeddings, layer norms and the output are unchanged. The model can then no longer be trained or saved.
     """
     for block in model.modules():
         if isinstance(block, Block | RelativeBlock):

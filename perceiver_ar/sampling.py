@@ -1,4 +1,4 @@
-"""From logits to a token: what may be drawn, how likely each is, and the draw.
+"""From logits to a token: repetition penalty, temperature, filters, and the draw.
 
 Letters: B batch, V vocabulary.
 """
@@ -11,18 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How logits become probabilities; the settings act in this order."""
+    """How logits become probabilities; the settings apply in this order."""
 
     repetition_penalty: float = 1.0
-    """Tokens that came before have their logits divided by this if positive, multiplied if negative."""
+    """Logits of tokens that occurred before are divided by this if positive, multiplied if negative."""
     temperature: float = 1.0
-    """Logits are divided by this; 0 takes the likeliest token."""
+    """Logits are divided by this; 0 takes the most likely token."""
     top_k: int | None = None
-    """Only the k likeliest tokens."""
+    """Only the k most likely tokens."""
     top_p: float | None = None
-    """Only the likeliest tokens that together reach this probability."""
+    """Only the most likely tokens that together reach this probability."""
     min_p: float | None = None
-    """Only tokens at least this share as likely as the likeliest."""
+    """Only tokens at least this fraction as likely as the most likely one."""
 
     def __post_init__(self) -> None:
         if not self.repetition_penalty > 0:
@@ -44,23 +44,23 @@ def sample(
     allowed: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """One token a row: the one that its number in [0, 1) falls on when probabilities are laid end to end.
+    """Samples one token per row by inverting the cumulative distribution at `chance`, a number in [0, 1).
 
-    logits (B, V); chance (B,); allowed (V,) or (B, V), the tokens that may come next; seen (B, V),
-    those that came before.
+    logits (B, V); chance (B,); allowed (V,) or (B, V): mask of the tokens that may come next; seen
+    (B, V): mask of those that occurred before.
     """
     logits = adjust(logits, sampling, allowed, seen)
     if sampling.temperature == 0:
         return logits.argmax(-1)
     bounds = logits.softmax(-1).cumsum(-1)  # (B, V)
     whole = bounds[:, -1:]
-    # Where a number is rounded up to the whole, the last token that is possible is drawn.
+    # If chance is rounded up to 1, the last token with any probability is drawn.
     return ((bounds <= chance.to(bounds)[:, None] * whole) & (bounds < whole)).sum(-1)
 
 
 def adjust(logits: Tensor, sampling: Sampling, allowed: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Logits of what is drawn from: -inf where a token is out of the question."""
-    # Float64 keeps the ends of large vocabularies apart; MPS does not have it.
+    """The logits that are sampled from: -inf for tokens that cannot be drawn."""
+    # Float32 would merge the last tokens of a large vocabulary's cumulative sum; MPS lacks float64.
     logits = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     if seen is not None and sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
@@ -83,7 +83,7 @@ def adjust(logits: Tensor, sampling: Sampling, allowed: Tensor | None, seen: Ten
 
 
 def _beyond(logits: Tensor, share: float) -> Tensor:
-    """Which tokens come after those that reach the share, likeliest first."""
+    """Mask of the tokens outside the nucleus: the most likely ones that together reach the share."""
     probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities
     return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= share)

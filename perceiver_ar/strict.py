@@ -1,4 +1,4 @@
-"""Frozen dataclasses whose values are checked, read from plain dicts without forgiving anything."""
+"""Frozen dataclasses that check their values, with strict conversion from plain dicts."""
 
 import difflib
 import numbers
@@ -22,7 +22,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Makes the config, refusing unknown keys, missing ones and values of the wrong type."""
+        """Builds the config; raises on unknown settings, missing ones and values of the wrong type."""
         known = {f.name: f for f in fields(cls)}
         for key in data:
             if key not in known:
@@ -34,7 +34,7 @@ class Config:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The sentence for a misspelt name, with the nearest right one."""
+    """The error message for an unknown name, with the closest known one."""
     known = list(known)
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(known)}."
@@ -42,7 +42,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def _read(value: Any, expected: Any, name: str) -> Any:
-    """A value as its type hint says: lists become tuples, dicts configs; others must fit."""
+    """Converts a value to its type hint (lists to tuples, dicts to configs), or raises if it does not fit."""
     origin, arguments = get_origin(expected), get_args(expected)
     if origin is Literal:
         if value in arguments:
@@ -65,7 +65,10 @@ def _read(value: Any, expected: Any, name: str) -> Any:
 
 
 def _fitting(value: Any, kinds: list[Any]) -> Any:
-    """The kind that a value is of, or whose settings, but for a few, a dict holds; else the first."""
+    """The type of a union that a value has, or else the first.
+
+    A dict counts as a config if its keys differ from the config's settings in at most three names.
+    """
     for kind in kinds:
         names = {f.name for f in fields(kind)} if is_dataclass(kind) else set()
         if isinstance(value, dict) and names and len(value.keys() ^ names) <= 3:
