@@ -82,7 +82,7 @@ class ModelConfig(Config, Latents):
     latent_dropout: float = 0.0
     """Fraction of latents hidden from all later ones, alike in all self-attention layers."""
     cross_dropout: float = 0.0
-    """Fraction of inputs hidden from the cross-attention. Those before the last N are not even computed."""
+    """Fraction of inputs hidden from the cross-attention; those before the last N are not computed at all."""
     cross_dropout_scope: Literal["all", "latents", "prefix"] = "all"
     """Inputs that cross-attention dropout may hide: all; latents: the last N; prefix: those before, which
     needs no mask."""

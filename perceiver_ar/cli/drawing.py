@@ -99,7 +99,7 @@ def generate(
 
 def playground(
     runs: Annotated[
-        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Folders of runs.")
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help="Folders of runs.")
     ],
     host: str = "127.0.0.1",
     port: int | None = None,

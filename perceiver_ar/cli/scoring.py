@@ -104,7 +104,7 @@ def score(
 
     Args:
         run: Folder of a run, or of a model alone.
-        file: The document: a file such as `prepare` reads.
+        file: Document to score: a text, a picture, a MIDI file, a recording or ids.
         latents: Number of latents. Default: as in training.
         stride: Tokens scored per window: fewer give each of them more context. Default: half the latents;
             Transformer-XL reads on in segments instead, with its memory.
@@ -134,7 +134,7 @@ def score(
 
 
 def plot(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], out: Path
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")], out: Path
 ) -> None:
     """Plot the loss of one or more runs, finished or not, by training step.
 

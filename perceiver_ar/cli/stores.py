@@ -10,8 +10,8 @@ from perceiver_ar.strict import unknown
 
 
 def download(
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None,
-    folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = None,
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,
+    folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None,
 ) -> None:
     """Download one of the paper's data sets, or list them. An interrupted download is resumed.
 
@@ -41,7 +41,7 @@ def prepare(arguments: list[str]) -> None:
         arguments,
         lambda: (
             f"usage: perceiver-ar prepare {'|'.join(tasks.prepared())} SOURCE --out DIR\n"
-            "`perceiver-ar prepare text --help` lists all options for text, and so on."
+            "`perceiver-ar prepare text --help` lists the options for text."
         ),
     )
     store = tyro.cli(

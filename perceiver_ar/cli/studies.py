@@ -11,7 +11,7 @@ from perceiver_ar.cli.arguments import Device
 
 
 def reproduce(
-    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None,
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,
     scale: Literal["smoke", "small", "paper"] = "small",
     data: Path | None = None,
     out: Path | None = None,

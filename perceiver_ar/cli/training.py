@@ -92,7 +92,11 @@ def train(arguments: list[str]) -> None:
             Annotated[Path | None, tyro.conf.arg(help="Run or model whose weights to start from.")],
             None,
         ),
-        ("resume", Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint.")], False),
+        (
+            "resume",
+            Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint, if any.")],
+            False,
+        ),
         ("device", Device, "auto"),
     ]
     kind = make_dataclass("Train", fields, frozen=True)

@@ -134,8 +134,8 @@ def prepare(
     """Turn MIDI files into a token store.
 
     Args:
-        source: A .mid file, or a folder of them. Its splits follow from a MAESTRO .csv or from folders named
-            train, validation and test; missing ones are drawn from the rest.
+        source: A .mid file, or a folder of them. Its splits follow from a MAESTRO .csv or from folders
+            named train, validation and test; missing ones are drawn from the rest.
         out: New folder for the store.
         validation: Fraction of the pieces to hold out for validation.
         test: Fraction of the pieces to hold out for testing.

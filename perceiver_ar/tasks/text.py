@@ -124,7 +124,7 @@ def prepare(
             and test, and files such as train.txt, are the splits; missing ones are drawn from the rest.
         out: New folder for the store.
         tokenizer: bytes; unigram or bpe: subword pieces learned from the text; words: split at white space.
-        vocab_size: Number of tokens, special ones included. Default: 32,000 for unigram and bpe; all words.
+        vocab_size: Number of tokens, special ones included. Default: 32,000 for unigram, bpe; all words.
         tokenizer_file: Use this tokenizer instead: a sentencepiece .model, a tokenizer.json, a words.txt, or
             a store with one of them.
         validation: Fraction of the documents to hold out for validation; of a single document, its end.
