@@ -119,9 +119,9 @@ def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
     head = [
         "# The paper's claims, run",
         "",
-        "Written by `perceiver-ar reproduce --all --report`; what was not run is not filled in. Times are "
-        "those of the command that is named; models that another study had trained before are taken from "
-        "there, and not counted. ± is half the range over the seeds.",
+        "Written by `perceiver-ar reproduce --all --report`. Studies that were not run show no figures. "
+        "Times are those of the command shown, without the training of models that it reused from another "
+        "study. ± is half the range over the seeds. N is the number of latents in training.",
         "",
         "| study | in the paper | small | paper's size |",
         "|---|---|---|---|",
@@ -132,7 +132,7 @@ def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
         verdicts = [_verdict(results) for results in found.values()]
         head.append(f"| [{study.name}](#{study.name}) | {study.where} | {' | '.join(verdicts)} |")
         body += ["", f"## {study.name}", "", f"**The paper ({study.where}):** {study.claim}", ""]
-        body += [f"**How:** {study.protocol}"]
+        body += [f"**Protocol:** {study.protocol}"]
         for scale, results in found.items():
             if results is not None:
                 body += _section(study, folder / f"{study.name}-{scale}", page, results)
