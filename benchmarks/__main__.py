@@ -35,25 +35,25 @@ def main(
     mode: generation.Mode = "cached",
     int8: bool = False,
 ) -> None:
-    """Times the library: one JSON line a figure, and a table at the end.
+    """Time the library: one JSON line per measurement, and a table at the end.
 
     Args:
-        names: Benchmarks (train, attention, generate, evaluate, load) and sizes (laptop, 8k, 12k-60,
-            131k, 1m). Sizes alone: their training. Benchmarks alone: on a CPU at the size laptop, on a
-            GPU at 8k and generation at 12k-60. Nothing: all benchmarks.
-        device: auto, cpu, cuda, mps ...
-        repeats: How often each is timed, once it is warm.
+        names: Benchmarks (train, attention, generate, evaluate, load) and sizes (laptop, 8k, 12k-60, 131k,
+            1m, 8m). Sizes alone: train at these sizes. Benchmarks alone: at the size laptop on a CPU, at 8k
+            on a GPU, generate there at 12k-60. Neither: all benchmarks.
+        device: Where to compute: auto, cpu, cuda, mps ...
+        repeats: Number of timed repetitions, after a warm-up (not for generate).
         compile: Compile each block.
-        cross_dropout: train: share of inputs that the cross-attend drops.
-        plain: train: without the fast paths of the model, which is what they are compared with. (TFLOP/s
-            count what it computes, which fast paths may save.)
+        cross_dropout: train: fraction of inputs that the cross-attention drops.
+        plain: train: without the model's fast paths, for comparison with them. (TFLOP/s count the arithmetic
+            of this version, some of which the fast paths save.)
         profile: train: also show where the time goes.
-        fp8: train: linear maps by products of eight-bit floats, to see what they would give.
-        batch: generate: rows drawn at once; several are timed one after the other.
-        prompt: generate: tokens of the prompt, the same. Default: half the context.
-        tokens: generate: how many to draw. Default: through four refreshes, or 24 without a cache.
-        mode: generate: with a cache, or all latents of every step computed anew (the paper's "no caching").
-        int8: generate: with the blocks' weights in eight bits.
+        fp8: train: compute linear maps with 8-bit floats, to see what that would gain.
+        batch: generate: number of rows generated at once; several values are timed one after the other.
+        prompt: generate: tokens of the prompt; several values likewise. Default: half the context.
+        tokens: generate: number of tokens. Default: through four refreshes, or 24 without a cache.
+        mode: generate: with a cache, or with all latents recomputed at every step (the paper's "no caching").
+        int8: generate: with the blocks' weights in 8 bits.
     """
     kinds, sizes = choose(names)
     asked = {"repeats": (repeats,), "batch": batch, "prompt": prompt, "tokens": (tokens,)}

@@ -35,57 +35,59 @@ class Latents:
 
 @dataclass(frozen=True)
 class ModelConfig(Config, Latents):
-    """The shape of a Perceiver AR. Defaults are the paper's common settings (appendix F.1)."""
+    """Architecture of a Perceiver AR. Built-in defaults: the paper's (appendix F.1), but without dropout."""
 
     vocab_size: int
-    """V: number of token ids, special ones included (bytes: 256 + 3)."""
+    """V: number of token ids, special ones included (bytes: 256 + 3). A store brings its own."""
     context: int
-    """M: the most inputs that the cross-attend sees."""
+    """M: maximum number of inputs of the cross-attention."""
     latents: int
-    """N: latents in training; any number from 1 to the context can be chosen at call time."""
+    """N: number of latents in training; each call can choose another, up to the context (with
+    learned queries: up to N)."""
     channels: int = 1024
     """C: width of the latents."""
     heads: int = 16
-    """Heads of each self-attend layer."""
+    """Attention heads in each self-attention layer."""
     layers: int = 12
-    """L: causal self-attend layers after the one cross-attend."""
+    """L: number of causal self-attention layers after the cross-attention."""
     input_channels: int | None = None
-    """E: width of the embedded inputs, and of the cross-attend's queries, keys and values. Default: C."""
+    """E: width of the embedded inputs, and of the cross-attention's queries, keys and values. Default: C."""
     cross_heads: int | None = None
-    """Heads of the cross-attend. Default: those of the self-attends."""
+    """Attention heads in the cross-attention. Default: as many as in the self-attention layers."""
 
     positions: Positions = "rotary"
-    """rotary: turns queries and keys; sinusoidal (fixed), learned or axial (one learned table an
+    """rotary: applied to queries and keys; sinusoidal (fixed), learned, or axial (one learned table per
     axis): added to the inputs; none."""
     rotary_fraction: float = 0.5
-    """Leading share of each head's channels that rotary positions turn."""
+    """Fraction of each head's channels to which rotary positions are applied."""
     max_wavelength: float | None = None
     """Longest wavelength of rotary (default: the context) or sinusoidal (default: 10,000) positions."""
     axes: tuple[int, ...] = ()
-    """Rows of each table of axial positions, such as (66, 66, 5) for row, column and colour."""
+    """Rows of each table of axial positions, such as 66 66 5 for an image's column, row and colour."""
 
     queries: Queries = "linear"
-    """Where the latents start: linear: the last N inputs through one linear map; inputs: those
-    inputs as they are; mlp: the map, then three layers with GELU; learned: one vector a latent;
-    learned-shared: one vector for all."""
+    """How the latents are initialized. linear: a linear map of the last N inputs; inputs: those inputs
+    themselves; mlp: the linear map, then three layers with GELU; learned: one learned vector per latent;
+    learned-shared: the same learned vector for all."""
     tied: bool = False
-    """Whether the output shares the token embedding's weights."""
+    """Share the token embedding's weights with the output layer."""
     cutoffs: tuple[int, ...] = ()
-    """Where the bands of adaptive input embeddings and of the adaptive softmax begin, for large
-    vocabularies sorted by frequency, such as (20_000, 40_000, 200_000). Empty: plain ones."""
+    """Token ids at which the bands of adaptive input embeddings and of the adaptive softmax begin, for
+    large vocabularies sorted by frequency, such as 20000 40000 200000. Default: no bands."""
     cutoff_factor: int = 4
-    """Each band of adaptive embeddings is this many times narrower than the one before."""
+    """Factor by which each band of adaptive embeddings is narrower than the one before."""
 
     residual_dropout: float = 0.0
-    """Dropout on the output of each attention and MLP."""
+    """Dropout rate on the output of each attention and MLP."""
     latent_dropout: float = 0.0
-    """Share of latents hidden from all later latents, in every self-attend of a pass."""
+    """Fraction of latents hidden from all later ones, alike in all self-attention layers."""
     cross_dropout: float = 0.0
-    """Share of inputs hidden from all latents in the cross-attend; hidden ones are not computed."""
+    """Fraction of inputs hidden from the cross-attention; those before the last N are not computed at all."""
     cross_dropout_scope: Literal["all", "latents", "prefix"] = "all"
-    """Which inputs cross-attend dropout may hide: all, the last N, or those before, which needs no mask."""
+    """Inputs that cross-attention dropout may hide: all; latents: the last N; prefix: those before, which
+    needs no mask."""
     checkpoint_activations: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    """Recompute each block in the backward pass instead of storing activations: less memory, more time."""
 
     model_type: ClassVar[str] = "perceiver_ar"
 
@@ -186,32 +188,33 @@ class ModelConfig(Config, Latents):
 
 @dataclass(frozen=True)
 class TransformerConfig(Config, Latents):
-    """A decoder-only Transformer: Perceiver AR's stack of self-attends over all inputs."""
+    """A decoder-only Transformer: Perceiver AR's self-attention stack, over all inputs."""
 
     vocab_size: int
-    """V: number of token ids, special ones included."""
+    """V: number of token ids, special ones included. A store brings its own."""
     context: int
-    """M: the most inputs."""
+    """M: maximum number of inputs."""
     channels: int = 1024
-    """C: width."""
+    """C: width of the model."""
     heads: int = 16
-    """Heads of each layer."""
+    """Attention heads in each layer."""
     layers: int = 12
-    """L: self-attend layers."""
+    """L: number of self-attention layers."""
     positions: Positions = "rotary"
-    """As those of Perceiver AR."""
+    """rotary: applied to queries and keys; sinusoidal (fixed), learned, or axial (one learned table per
+    axis): added to the inputs; none."""
     rotary_fraction: float = 0.5
-    """Leading share of each head's channels that rotary positions turn."""
+    """Fraction of each head's channels to which rotary positions are applied."""
     max_wavelength: float | None = None
     """Longest wavelength of rotary (default: the context) or sinusoidal (default: 10,000) positions."""
     axes: tuple[int, ...] = ()
     """Rows of each table of axial positions."""
     tied: bool = False
-    """Whether the output shares the token embedding's weights."""
+    """Share the token embedding's weights with the output layer."""
     residual_dropout: float = 0.0
-    """Dropout on the output of each attention and MLP."""
+    """Dropout rate on the output of each attention and MLP."""
     checkpoint_activations: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    """Recompute each block in the backward pass instead of storing activations: less memory, more time."""
 
     model_type: ClassVar[str] = "transformer"
 
@@ -237,32 +240,33 @@ class TransformerConfig(Config, Latents):
 
 @dataclass(frozen=True)
 class TransformerXLConfig(Config, Latents):
-    """Transformer-XL (Dai et al., 2019): segments that see the states of those before them."""
+    """Transformer-XL (Dai et al., 2019): segments that attend to the states of those before them."""
 
     vocab_size: int
-    """V: number of token ids, special ones included."""
+    """V: number of token ids, special ones included. A store brings its own."""
     segment: int = 1024
-    """N: inputs that are computed, and learned from, at once."""
+    """N: inputs per segment, which are computed and trained on at once."""
     memory: int = 384
-    """States before a segment that it sees in training."""
+    """Number of states before a segment that it attends to in training."""
     evaluation_memory: int = 1600
-    """The same in evaluation and generation."""
+    """Number of states before a segment that it attends to in evaluation and generation."""
     channels: int = 1024
-    """C: width."""
+    """C: width of the model."""
     heads: int = 16
-    """Heads of each layer."""
+    """Attention heads in each layer."""
     layers: int = 18
-    """L: self-attend layers."""
+    """L: number of self-attention layers."""
     cutoffs: tuple[int, ...] = ()
-    """Where the bands of adaptive embeddings begin. The output shares their weights, with or without."""
+    """Token ids at which the bands of adaptive embeddings begin. Default: plain embeddings. The output shares
+    the embedding's weights either way."""
     cutoff_factor: int = 4
-    """Each band of adaptive embeddings is this many times narrower than the one before."""
+    """Factor by which each band of adaptive embeddings is narrower than the one before."""
     residual_dropout: float = 0.0
-    """Dropout on the output of each attention and MLP."""
+    """Dropout rate on the output of each attention and MLP."""
     memory_dropout: float = 0.0
-    """Share of the memory that is hidden from a whole segment."""
+    """Fraction of the memory that is hidden from a whole segment in training."""
     checkpoint_activations: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    """Recompute each block in the backward pass instead of storing activations: less memory, more time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,68 +310,70 @@ Parallel = Literal["ddp", "zero1", "fsdp", "hybrid"]
 
 @dataclass(frozen=True)
 class TrainConfig(Config):
-    """How a model is trained. Defaults are the paper's common settings (appendix F.1)."""
+    """How the model is trained. Built-in defaults: the paper's (appendix F.1)."""
 
     steps: int = 100_000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: int = 128
-    """Sequences a step."""
+    """Sequences per step, over all processes."""
     micro_batch_size: int | None = None
-    """Sequences that a process computes at once. Default: its share of the batch; of a process alone,
-    halved by itself until it fits into memory."""
+    """Sequences that a process computes at once. Default: its whole share of the batch. A single process
+    halves this automatically when it runs out of memory."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: AdamW for embeddings, biases and layer norms alone; linear maps get orthogonal steps."""
+    """muon: orthogonalized steps for all linear maps but the output layer, AdamW for the rest."""
     learning_rate: float = 3e-4
-    """The peak learning rate."""
+    """Peak learning rate."""
     warmup_steps: int = 10_000
-    """Steps of linear warm-up."""
+    """Steps of linear learning rate warm-up."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """What follows the warm-up."""
+    """Learning rate after the warm-up: constant, or cosine decay to 0."""
     cosine_steps: int | None = None
-    """With the cosine schedule: only the last so many steps decay to 0. Default: all after warm-up."""
+    """Steps at the end over which cosine decays; constant before. Default: all after the warm-up."""
     betas: tuple[float, ...] = (0.9, 0.999)
-    """Adam's. The paper prints b1 = 0.1; the authors' code has 0.9."""
+    """Adam's beta1 and beta2. (For beta1 the paper prints 0.1; the authors' code has 0.9.)"""
     epsilon: float = 1e-8
-    """Adam's."""
+    """Adam's epsilon."""
     weight_decay: float = 0.0
-    """Of matrices only."""
+    """Weight decay, applied to matrices only."""
     clip_norm: float = 1.0
-    """Largest global norm of the gradient."""
+    """Maximum global norm of the gradient, which is scaled down if it is larger."""
     z_loss: float = 1e-4
-    """Weight of log(z)^2, which keeps the softmax's normalizer near 1."""
+    """Weight of the z-loss log(z)^2, which keeps the softmax's normalizer near 1."""
     label_smoothing: float = 0.0
-    """Share of each target that is spread evenly over the vocabulary."""
+    """Fraction of each target's probability that is spread evenly over the vocabulary."""
     ema: float = 0.0
-    """Decay of an average of the weights, such as 0.999, which is then what is evaluated and kept."""
+    """Decay of a moving average of the weights, such as 0.999. If set, the average is evaluated and saved."""
     latents_drawn: tuple[int, ...] = ()
-    """Numbers of latents of which each step draws one, for a model that is good at all of them."""
+    """Numbers of latents, one of which is drawn at random for each step, so that one model is good at all.
+    Default: always model.latents."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
-    """auto: bf16 where the GPU has it."""
+    """auto: bf16 on GPUs that support it, float32 elsewhere."""
     compile: bool = False
-    """Compile each block: faster on a GPU after a minute's wait."""
+    """Compile each block: faster on a GPU, after about a minute of compiling."""
     parallel: Parallel = "ddp"
-    """Under torchrun. ddp: every process holds everything; zero1: the optimizer's state is spread over
-    them; fsdp: weights and gradients too; hybrid: the same within each machine."""
+    """What is sharded over processes under torchrun. ddp: nothing; zero1: the optimizer's state; fsdp:
+    weights and gradients too; hybrid: the same, but only within each machine."""
     context_parallel: int = 1
-    """Under torchrun: how many processes share the inputs of each sequence, for contexts too long for one."""
+    """Under torchrun: number of processes that share the inputs of each sequence, for very long contexts."""
     timeout_minutes: float = 10.0
-    """Under torchrun: how long nothing may move before the process to blame is named and all end."""
+    """Under torchrun: minutes without progress after which the hanging process is named and all stop."""
     deterministic: bool = False
-    """Give up some speed so that a resumed run on a GPU repeats an uninterrupted one bit for bit."""
+    """Give up some speed so that a resumed run on a GPU is bit-identical to an uninterrupted one."""
     log_every: int = 10
-    """Steps between lines of metrics.jsonl."""
+    """Steps between log lines, on screen and in metrics.jsonl."""
     checkpoint_every: int = 1000
     """Steps between checkpoints."""
     keep: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints to keep, the newest ones."""
     evaluate_every: int = 0
-    """Steps between evaluations on the validation split; the best model is kept. 0: none."""
+    """Steps between evaluations on the validation split, by which the best model is saved. 0: no evaluations;
+    the newest model is saved."""
     patience: int = 0
-    """Stop after so many evaluations without a better one. 0: never."""
+    """Stop after this many evaluations in a row without improvement. 0: never."""
     logger: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-    """Where metrics go besides metrics.jsonl."""
+    """Also send metrics to this logger, besides metrics.jsonl."""
     seed: int = 0
-    """Of initial weights, data order and dropout."""
+    """Seed of the initial weights, the data order and dropout."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -403,11 +409,11 @@ class Experiment(Config):
 
     name: str
     task: str
-    """What the tokens mean: copy, text, image, music or audio."""
+    """What the tokens mean: copy, text, image, music, audio or tokens."""
     model: AnyModelConfig
     train: TrainConfig
     options: dict[str, Any] = field(default_factory=dict)
-    """The task's own settings, such as an image's order."""
+    """Settings of the task, such as the byte order of images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

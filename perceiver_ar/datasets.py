@@ -86,7 +86,7 @@ _SMALL = "https://image-net.org/data/downsample"
 DATASETS = {
     "enwik8": Dataset(
         "enwik8, the first 100 MB of Wikipedia in 2006 (Matt Mahoney)",
-        "CC BY-SA and GFDL, as Wikipedia's text",
+        "CC BY-SA and GFDL, like Wikipedia's text",
         "perceiver-ar prepare text DIR --out store --validation 0.05 --test 0.05",
         lambda scratch: [
             _archive(
@@ -97,7 +97,7 @@ DATASETS = {
         ],
     ),
     "imagenet64": Dataset(
-        "Downsampled ImageNet, 64 x 64, as arrays (Chrabaszcz et al.; easier than the paper's own)",
+        "Downsampled ImageNet, 64 x 64, as arrays (Chrabaszcz et al.; easier than the paper's version)",
         "ImageNet's terms of access: for research and education, not for commercial use",
         "perceiver-ar prepare image DIR --out store --size 64",
         lambda scratch: [
@@ -139,7 +139,7 @@ DATASETS = {
         archives=False,
     ),
     "wikitext103": Dataset(
-        "Wikitext-103, articles of Wikipedia in words (Merity et al.)",
+        "Wikitext-103, Wikipedia articles split into words (Merity et al.)",
         "CC BY-SA 3.0",
         "perceiver-ar prepare text DIR --out store --tokenizer words",
         lambda scratch: [
@@ -172,7 +172,7 @@ def download(name: str, folder: Path) -> Path:
         files = dataset.files(work)
         size = sum(file.size for file in files)
         _check_room(work, size * (2.2 if dataset.archives else 1))  # archives are unpacked beside themselves
-        print(f"{size / 1e6:,.0f} MB in {len(files):,} files, for {folder}", file=sys.stderr)
+        print(f"Downloading {size / 1e6:,.0f} MB in {len(files):,} files for {folder}", file=sys.stderr)
         _fetch_all(files, work / "files", size)
         whole = _unpack_all(files, work, dataset) if dataset.archives else work / "files"
         whole.rename(folder)
@@ -204,7 +204,7 @@ def _fetch_all(files: list[File], folder: Path, size: int) -> None:
             done += count
             moved(done, size)
 
-    with progress_bar(True, "fetching") as moved, ThreadPoolExecutor(AT_ONCE) as pool:
+    with progress_bar(True, "downloading") as moved, ThreadPoolExecutor(AT_ONCE) as pool:
         try:
             for waiting in [pool.submit(fetch, file, folder, progress) for file in files]:
                 waiting.result()

@@ -139,7 +139,10 @@ class Lasting:
         """Where some sample is shorter."""
         shortest = min(float(self._of(row).sum()) for row in rows)
         if shortest < self.wanted:
-            print(f"Only {shortest:.1f} seconds were drawn: there is no room for more.", file=sys.stderr)
+            print(
+                f"Only {shortest:.1f} seconds were generated: the limit on tokens was reached.",
+                file=sys.stderr,
+            )
 
     def _of(self, tokens: Tokens) -> NDArray[np.float64]:
         found = self.task.seconds(tokens)
@@ -207,7 +210,7 @@ def _typed(drawing: Iterator[Tokens], task: Task, prompt: Tokens) -> Tokens:
 def _counted(drawing: Iterator[Tokens], count: int, lasts: Lasting | None, quiet: bool) -> list[Tokens]:
     """Moves a bar, and gives each sample up to its end."""
     steps = []
-    with progress_bar(not quiet, "drawing") as progress:
+    with progress_bar(not quiet, "generating") as progress:
         for token in drawing:
             steps.append(token)
             if lasts is None:
@@ -239,4 +242,4 @@ def _tell(texts: list[str | None], files: list[str], seconds: float, tokens: int
     if not files and len(texts) > 1:
         for index, text in enumerate(texts, 1):
             print(f"[{index}] {_harmless(text or '')}")
-    print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} a second", file=sys.stderr)
+    print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} per second", file=sys.stderr)

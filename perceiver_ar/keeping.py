@@ -34,7 +34,7 @@ def evaluate_step(job: Job, run: State) -> None:
         with unless_full(job, run.step):
             write_model(job, run)
             run.best, run.worse = report["nats"], 0
-            words += "  (best so far: kept)"
+            words += "  (best so far: saved)"
     job.metrics.log({"step": run.step, "validation": means})
     job.metrics.say(f"step {run.step:,}: validation {words}")
     if sample is not None:

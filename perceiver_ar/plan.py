@@ -81,15 +81,17 @@ class Plan:
         memory, seconds = sum(self.memory.values()), self.step_seconds
         lines = [
             f"parameters   {self.parameters:,}",
-            f"a step       {self.batch:,} sequences, {self.step_flops / 1e12:,.1f} TFLOP",
-            f"one GPU      {self.rows:,} sequences, {self.sequences:,} at once",
-            f"its memory   {memory / 1e9:.1f} GB of {self.room / 1e9:.0f}: {_listed(self.memory, 1e9)}",
-            f"its time     {seconds:.4g} s a step: {_listed(self.seconds, seconds / 100)} %",
-            f"the run      {self.steps:,} steps, {_time(self.hours)} on {self.gpus:,} "
+            f"each step    {self.batch:,} sequences, {self.step_flops / 1e12:,.1f} TFLOP",
+            f"each GPU     {self.rows:,} sequences per step, {self.sequences:,} at once",
+            f"GPU memory   {memory / 1e9:.1f} of {self.room / 1e9:.0f} GB: {_listed(self.memory, 1e9)}",
+            f"step time    {seconds:.4g} s: {_listed(self.seconds, seconds / 100)} %",
+            f"whole run    {self.steps:,} steps, {_time(self.hours)} on {self.gpus:,} "
             f"GPU{'s' * (self.gpus > 1)}, compiled",
         ]
         if self.advice:
-            lines.append(f"It does not fit. What would: {'; or '.join(self.advice)}.")
+            lines.append(
+                f"It does not fit into memory. Any of these makes it fit: {'; or '.join(self.advice)}."
+            )
         return "\n".join(lines)
 
 
@@ -97,8 +99,22 @@ def _time(hours: float) -> str:
     return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
+_PRINTED = {
+    "blocks": "activations of the blocks",
+    "inputs": "activations of the inputs",
+    "average": "average of the weights",
+    "output": "logits",
+    "products": "matrix products",
+    "between": "other operations",
+    "starting": "waiting for kernel launches",
+    "sending": "waiting for gradients of other GPUs",
+}
+"""What parts of memory and time are called in print, where not by their names."""
+
+
 def _listed(parts: dict[str, float], unit: float) -> str:
-    return ", ".join(f"{name} {value / unit:.1f}" for name, value in parts.items() if value / unit >= 0.05)
+    shown = ((_PRINTED.get(name, name), value / unit) for name, value in parts.items())
+    return ", ".join(f"{name} {value:.1f}" for name, value in shown if value >= 0.05)
 
 
 def plan(experiment: Experiment, gpu: str = "h200", gpus: int = 1) -> Plan:

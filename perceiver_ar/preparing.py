@@ -126,7 +126,7 @@ def _vocabulary(
         made: Vocabulary = Words.choose(counts, size)
     else:
         assert size is not None
-        with progress(f"learning {size:,} pieces"):
+        with progress(f"training a tokenizer of {size:,} pieces"):
             made = Pieces.train(_sample(corpus), kind, size)
     write_whole(path, made.save())
     return made

@@ -89,7 +89,7 @@ def begin(
     if resume and folder.exists() and not all(path.name.startswith(".") for path in folder.iterdir()):
         raise ValueError(f"{folder} is not empty, but holds no run (config.json): choose another --out.")
     if resume:
-        say(f"Nothing to resume in {folder}: begun anew.")
+        say(f"Nothing to resume in {folder}: starting a new run.")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"format_version": FORMAT_VERSION, "experiment": experiment.record(), "store": seal}
     write_sealed(config, {**about, "data": origin.data, "init": origin.init, "launch": launch})

@@ -113,7 +113,7 @@ def as_stored(experiment: Experiment, data: Data, say: Callable[[str], None]) ->
     if meta["task"] == experiment.task:
         return replace(experiment, options=experiment.options | meta["options"])
     if experiment.options:  # else nothing is lost, as with the task `tokens`
-        say(f"The store's task, {meta['task']}, is taken instead of the preset's, {experiment.task}.")
+        say(f"Using the store's task, {meta['task']}, instead of the preset's, {experiment.task}.")
     return replace(experiment, task=meta["task"], options=meta["options"])
 
 
@@ -122,14 +122,14 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
     task, vocabulary = source.task, experiment.model.vocab_size
     if source.stores and source.stores[0].vocab_size != vocabulary:
         vocabulary = source.stores[0].vocab_size
-        say(f"The store's vocabulary of {vocabulary:,} is taken instead of the preset's.")
+        say(f"Using the store's vocabulary of {vocabulary:,} tokens instead of the preset's.")
     changes: dict[str, Any] = {"vocab_size": vocabulary}
     if cutoffs := getattr(experiment.model, "cutoffs", ()):
         changes["cutoffs"] = tuple(cutoff for cutoff in cutoffs if cutoff < vocabulary)
     model = replace(experiment.model, **changes)
     suited = task.suited(model)
     if suited != model:
-        say(f"Positions are {suited.positions}, as the task {task.name} needs, not {model.positions}.")
+        say(f"Using {suited.positions} positions, as the task {task.name} needs, not {model.positions}.")
         model = suited
     task.check(model)
     if getattr(model, "axes", ()) and task.positions(np.arange(2)[None]) is None:

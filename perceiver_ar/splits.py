@@ -128,7 +128,7 @@ def _listed(table: Path, column: str) -> dict[Path, str | None]:
         if (path := table.parent / row[column]).is_file():
             found[path] = split
     if len(found) < len(rows):
-        print(f"{len(rows) - len(found)} of the {len(rows)} files in {table} are not there.", file=sys.stderr)
+        print(f"{len(rows) - len(found)} of the {len(rows)} files in {table} are missing.", file=sys.stderr)
     return found
 
 

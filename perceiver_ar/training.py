@@ -69,7 +69,7 @@ def train(
         if place is not None:
             run.restore(place)
         if resume and not asked:
-            notes.append(f"Some process had died: torchrun began again, from step {run.step:,}.")
+            notes.append(f"A process had died: torchrun restarted the run from step {run.step:,}.")
         metrics = held.enter_context(Metrics(folder, experiment.train, run.step, show, ranks.leads))
         keeper = held.enter_context(Keeper(folder / "checkpoints", experiment.train.keep, ranks))
         for note in notes:
@@ -141,7 +141,7 @@ def loop(job: Job, run: State) -> None:
                 if asked:
                     raise Interrupted
         except Interrupted:
-            job.metrics.say(f"Stopped at step {run.step:,}: go on with --resume.")
+            job.metrics.say(f"Stopped at step {run.step:,}: continue with --resume.")
         except ValueError as error:  # said before the update, so the weights are good
             if job.ranks.size == 1 or isinstance(error, NotFinite):
                 keep_last(job, run)
@@ -159,7 +159,7 @@ def due_work_done(job: Job, run: State) -> bool:
     if job.due(run.step, config.checkpoint_every) and run.kept < run.step:
         keep(job, run)
     if config.patience and run.worse >= config.patience:
-        job.metrics.say(f"No better in {run.worse} evaluations: stopped at step {run.step:,}.")
+        job.metrics.say(f"No improvement in {run.worse} evaluations: stopped at step {run.step:,}.")
         return False
     return True
 

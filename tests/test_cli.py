@@ -92,7 +92,7 @@ def test_train_evaluate_and_score_work_together(tmp_path: Path) -> None:
     trained = run("train", "copy-32", *SMALL, *where)
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout == ""
-    assert "vocabulary of 12 is taken" in trained.stderr
+    assert "Using the store's vocabulary of 12 tokens" in trained.stderr
 
     plot = tmp_path / "plot.png"
     options = ("--stride", "3", "--latents", "5", "--plot", str(plot), "--json", "--device", "cpu")

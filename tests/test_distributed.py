@@ -528,7 +528,7 @@ def test_two_machines_find_each_other_and_begin_again_when_a_process_of_one_died
         time.sleep(1)
         os.kill(workers(second)[0], signal.SIGKILL)  # how often each machine began again may differ
         said = [finish(process)[1] for process in (first, second)]
-    assert sum(text.count("Some process had died: torchrun began again, from step ") for text in said) == 1
+    assert sum(text.count("A process had died: torchrun restarted the run from step ") for text in said) == 1
     assert sum(text.count("step 200: loss") for text in said) == 1
 
 

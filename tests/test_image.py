@@ -201,7 +201,7 @@ def test_images_are_trained_evaluated_drawn_and_completed(tmp_path: Path) -> Non
         "train", "tiny", *small, *more, "--data", str(tmp_path / "s"), "--out", str(tmp_path / "other")
     )
     assert other.returncode == 0, other.stderr
-    assert "Positions are axial, as the task image needs, not rotary." in other.stderr
+    assert "Using axial positions, as the task image needs, not rotary." in other.stderr
     trained = run("train", "imagenet64", *small, *more, "--data", str(tmp_path / "s"), "--out", folder)
     assert trained.returncode == 0, trained.stderr
     report = json.loads(run("evaluate", folder, "--json").stdout)

@@ -340,7 +340,7 @@ def test_music_that_ends_before_its_time_is_said_to(
     quiet = (1, out, True, Ranks(), lambda: None)
     report = draw(model, MusicTask(), np.array([BOS]), None, 100.0, *quiet, **settings)
     assert report["tokens"] == 16
-    assert "seconds were drawn: there is no room for more" in capsys.readouterr().err
+    assert "seconds were generated: the limit on tokens was reached" in capsys.readouterr().err
     with pytest.raises(ValueError, match="not both"):
         draw(model, MusicTask(), np.array([BOS]), 5, 100.0, *quiet, **settings)
 

@@ -286,7 +286,7 @@ def test_the_arguments_are_taken_from_the_config_where_there_is_one(
     config = {"experiment_kwargs": {"config": config}, "seed": 3} if whole else TINY
     (tmp_path / "it.pkl").write_bytes(pickle.dumps({"params": nested(tiny_params()), "config": config}))
     run(monkeypatch, "official", tmp_path / "it.pkl", tmp_path / "model")
-    assert "model is there. Next: PerceiverAR.from_pretrained(" in capsys.readouterr().out
+    assert "model. Next: PerceiverAR.from_pretrained(" in capsys.readouterr().out
     expected = from_params(tiny_params(), TINY | {"num_classes": 11, "input_idx_size": [-1]})
     found = PerceiverAR.from_pretrained(tmp_path / "model")
     assert found.config == expected.config

@@ -87,7 +87,7 @@ def test_a_task_whose_settings_give_way_to_the_store_is_named(
 ) -> None:
     store = words(tmp_path, "store", "some text")
     train(brief("copy", {"length": 16}), store, tmp_path / "run")
-    assert "The store's task, text, is taken instead of the preset's, copy." in capfd.readouterr().err
+    assert "Using the store's task, text, instead of the preset's, copy." in capfd.readouterr().err
     for task in ("text", "tokens"):
         train(brief(task), store, tmp_path / task)
-        assert "is taken instead" not in capfd.readouterr().err
+        assert "Using the store's task" not in capfd.readouterr().err

@@ -475,7 +475,7 @@ def test_the_newest_good_checkpoint_is_used(tmp_path: Path, capfd: pytest.Captur
 
 def test_runs_are_begun_resumed_and_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(small(), out=tmp_path / "run", resume=True)  # nothing there: from the beginning
-    assert f"Nothing to resume in {tmp_path / 'run'}: begun anew." in capfd.readouterr().err
+    assert f"Nothing to resume in {tmp_path / 'run'}: starting a new run." in capfd.readouterr().err
     with pytest.raises(ValueError, match="exists already: add --resume to go on"):
         train(small(), out=tmp_path / "run", show=False)
     with pytest.raises(
@@ -554,7 +554,7 @@ def test_a_signal_saves_and_leaves(tmp_path: Path, number: int) -> None:
     said = process.communicate(timeout=60)[1].decode()
     assert time.monotonic() - sent < 10
     assert process.returncode == 128 + number
-    assert "go on with --resume" in said
+    assert "continue with --resume" in said
     state = reading.state(reading.newest(tmp_path / "run"))
     assert state["step"] >= 1
     assert (tmp_path / "run/model/model.safetensors").exists()
@@ -892,7 +892,7 @@ def test_a_store_is_trained_on_and_its_vocabulary_taken(
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 40, size=(30, 50)))
     prepare(tmp_path / "ids.npy", tmp_path / "store")
     train(small(evaluate_every=6), data=tmp_path / "store", out=tmp_path / "run")
-    assert "The store's vocabulary of 43 is taken instead of the preset's." in capfd.readouterr().err
+    assert "Using the store's vocabulary of 43 tokens instead of the preset's." in capfd.readouterr().err
     assert PerceiverAR.from_pretrained(tmp_path / "run/model").config.vocab_size == 43
 
 

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import tyro
 
-Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON object instead.")]
-Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Folder of a run.")]
-Device = Annotated[str, tyro.conf.arg(help="auto, cpu, cuda, cuda:1, mps ...")]
+Json = Annotated[bool, tyro.conf.arg(name="json", help="Print the result as one JSON object.")]
+Run = Annotated[
+    Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Folder of a run, or of a model alone.")
+]
+Device = Annotated[str, tyro.conf.arg(help="Where to compute: auto, cpu, cuda, cuda:1, mps ...")]
 
 PATIENCE = 10.0
-"""Minutes after which processes of which none goes on are ended."""
+"""Minutes without progress in any process after which all of them are ended."""
 
 
 def first_of(arguments: list[str], usage: Callable[[], str]) -> str:

@@ -1,4 +1,4 @@
-"""Commands that draw from models: generate, and the playground."""
+"""Commands that sample from models: generate and playground."""
 
 import json
 from pathlib import Path
@@ -30,27 +30,30 @@ def generate(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Draw what follows a prompt; under torchrun, samples are shared out.
+    """Generate samples from a model; under torchrun, the processes share the samples.
 
     Args:
-        run: Folder of a run.
-        prompt: What to go on from, as the task writes it: text, ids, bytes ... Default: a beginning.
-        prompt_file: The same from a file.
-        keep: How much of that file: tokens of text, seconds of sound, rows of an image. Default: all, or half
-            an image.
-        tokens: How many to draw at most. Default: what the task makes of it.
-        seconds: Draw music or sound that lasts so long.
-        samples: How many to draw at once, all different.
-        temperature: Below 1 for likelier tokens, 0 for the likeliest.
-        top_k: Draw from the k likeliest only.
-        top_p: Draw from the likeliest that together reach this probability.
-        min_p: Draw from those at least this share as likely as the likeliest.
-        repetition_penalty: Above 1, tokens that came before become less likely.
-        latents: How many to use at most. Default: as many as in training.
-        seed: Another seed gives other samples.
-        int8: Keep the weights of the blocks in eight bits: less memory, and on a CPU faster.
-        out: File to write to; several samples are numbered. Of music, without .mid, .wav or .png: all three.
-        overwrite: Write to files that exist.
+        run: Folder of a run, or of a model alone.
+        prompt: What to continue: text, ids, or hexadecimal bytes for the copy task. Default: start from
+            nothing; the copy task starts from random bytes.
+        prompt_file: File to continue: text, ids, a picture, MIDI or a recording.
+        keep: How much of that file to keep: tokens of text, seconds of music or audio, rows of a picture.
+            Default: all; half of a picture.
+        tokens: Maximum number of tokens. Default: 500 for text and ids, 1,024 for music, 5 seconds of audio,
+            the rest of an image or a copy.
+        seconds: Generate this many seconds of music or audio.
+        samples: Number of samples to generate side by side.
+        temperature: Below 1 favours likely tokens; 0 always takes the likeliest.
+        top_k: Sample from the k likeliest tokens only.
+        top_p: Sample from the likeliest tokens that together reach this probability.
+        min_p: Sample from tokens at least this fraction as likely as the likeliest.
+        repetition_penalty: Above 1 makes tokens that have already occurred less likely.
+        latents: Maximum number of latents. Default: as in training.
+        seed: Seed of the random numbers.
+        int8: Keep the weights of the blocks in 8 bits: less memory, and faster on a CPU.
+        out: File to write; several samples are numbered. For music, a name without a suffix writes .mid, .wav
+            and .png.
+        overwrite: Overwrite existing files.
     """
     from perceiver_ar.device import best_dtype
     from perceiver_ar.distributed import join, leave
@@ -96,7 +99,7 @@ def generate(
 
 def playground(
     runs: Annotated[
-        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Folders of runs.")
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help="Folders of runs.")
     ],
     host: str = "127.0.0.1",
     port: int | None = None,
@@ -105,14 +108,14 @@ def playground(
     browser: bool = True,
     device: Device = "auto",
 ) -> None:
-    """Open a web page to see and hear what models draw, and how runs in progress go.
+    """Open a web page to try out models and to follow runs in progress.
 
     Args:
-        host: Address to listen on. Others than this machine's own get a password.
-        port: Default: the first free one from 7860.
-        share: Also give it a public address, through Gradio's servers, behind a password.
-        password: Ask visitors for it. Default: none on this machine alone, else a new one, which is shown.
-        browser: Open it in a browser; with --no-browser, only say where it is.
+        host: Address to listen on. Any other than this machine's own is protected by a password.
+        port: Port to listen on. Default: the first free one from 7860.
+        share: Also give the page a public address through Gradio's servers, behind a password.
+        password: Password for visitors. Default: none on this machine alone, otherwise a random one, printed.
+        browser: Open the page in a browser; with --no-browser, only print its address.
     """
     from perceiver_ar.extras import need
 

@@ -1,4 +1,4 @@
-"""Commands that tell how good a model is: evaluate, score and plot."""
+"""Commands that measure how good a model is: evaluate, score and plot."""
 
 import json
 from pathlib import Path
@@ -23,21 +23,21 @@ def evaluate(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Score every token of a split once, with strided windows; under torchrun, they are shared out.
+    """Evaluate a model, scoring every token of a split once; under torchrun, the processes share the work.
 
     Args:
-        run: Folder of a run.
-        split: Which split of the store.
-        latents: How many to use. Default: as many as in training.
-        stride: Targets between windows; fewer give each more context. Default: half the latents; of
-            Transformer-XL: none, but segments to which the memory is passed on.
-        context: Most inputs of a window. Default: as many as the model takes.
-        batch_size: Windows at a time. Default: as many as have 16,384 latents, a million inputs
-            and a gigabyte of logits.
-        data: Another token store than the run was trained on.
-        plot: Picture of the loss by position in the document.
-        compile: Compile each block: on a GPU, faster after a minute's wait.
-        int8: Round the weights of the blocks to eight bits, to see what that costs.
+        run: Folder of a run, or of a model alone.
+        split: Split of the store: train, validation or test.
+        latents: Number of latents. Default: as in training.
+        stride: Tokens scored per window: fewer give each of them more context. Default: half the latents;
+            Transformer-XL reads on in segments instead, with its memory.
+        context: Maximum number of inputs per window. Default: the model's context.
+        batch_size: Windows per batch. Default: within 16,384 latents, a million inputs and 1 GiB of logits;
+            8 documents for Transformer-XL in segments.
+        data: Token store to evaluate on. Default: the one that the run was trained on.
+        plot: Write a plot of the loss by position in the document to this file.
+        compile: Compile each block: faster on a GPU, after about a minute of compiling.
+        int8: Round the weights of the blocks to 8 bits, to measure what that costs.
     """
     import torch
 
@@ -94,19 +94,20 @@ def evaluate(
 
 def score(
     run: Run,
-    file: Annotated[Path, tyro.conf.Positional],
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
     latents: int | None = None,
     stride: int | None = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Print the nats of each token of one document, one a line.
+    """Print the negative log-likelihood of each token of a document, in nats, one per line.
 
     Args:
-        run: Folder of a run.
-        file: The document.
-        latents: How many to use. Default: as many as in training.
-        stride: Targets between windows. Default: half the latents.
+        run: Folder of a run, or of a model alone.
+        file: Document to score: a text, a picture, a MIDI file, a recording or ids.
+        latents: Number of latents. Default: as in training.
+        stride: Tokens scored per window: fewer give each of them more context. Default: half the latents;
+            Transformer-XL reads on in segments instead, with its memory.
     """
     from perceiver_ar.device import pick_device
     from perceiver_ar.evaluation import Windowing, score
@@ -133,13 +134,13 @@ def score(
 
 
 def plot(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], out: Path
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")], out: Path
 ) -> None:
-    """Draw the losses of runs, finished or not, by step.
+    """Plot the loss of one or more runs, finished or not, by training step.
 
     Args:
         runs: Folders of runs.
-        out: The picture: .png, .svg or .pdf.
+        out: File to write: .png, .svg or .pdf.
     """
     from perceiver_ar.plots import check_picture, draw_curves
 

@@ -1,4 +1,4 @@
-"""Commands that take models elsewhere, and bring others in: export, pack and convert."""
+"""Commands that export and import models: export, pack and convert."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,34 +8,42 @@ import tyro
 from perceiver_ar.cli.arguments import Run
 
 
-def export(run: Run, folder: Annotated[Path, tyro.conf.Positional], license: str = "unknown") -> None:
-    """Write a run as a folder that transformers loads, with its tokenizer, code and a model card.
+def export(
+    run: Run,
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
+    license: str = "unknown",
+) -> None:
+    """Export a model for transformers, with its tokenizer, code and a model card.
 
     Args:
-        run: Folder of a run.
-        folder: A new folder.
-        license: What the model card says of the weights, such as apache-2.0.
+        run: Folder of a run, or of a model alone.
+        folder: New folder to write.
+        license: Licence of the weights that the model card states, such as apache-2.0.
     """
     from perceiver_ar.interop.export import export
 
     export(run, folder, license)
-    print(f"{folder}: AutoModelForCausalLM.from_pretrained reads it, and so do our own commands.")
+    print(f"Wrote {folder}: load it with AutoModelForCausalLM.from_pretrained or any perceiver-ar command.")
 
 
-def pack(run: Run, folder: Annotated[Path, tyro.conf.Positional], bits: int = 6) -> None:
-    """Write a run's model with few bits a weight, to send along: all commands read it.
+def pack(
+    run: Run,
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
+    bits: int = 6,
+) -> None:
+    """Write a smaller copy of a model, with few bits per weight, that every command can read.
 
     Args:
-        run: Folder of a run.
-        folder: A new folder.
-        bits: Of each weight: 2 to 8. `evaluate FOLDER --data STORE` tells what they cost.
+        run: Folder of a run, or of a model alone.
+        folder: New folder to write.
+        bits: Bits per weight, from 2 to 8. `evaluate FOLDER --data STORE` measures what they cost.
     """
     from perceiver_ar.pretrained import WEIGHTS
     from perceiver_ar.run import export_packed, model_folder
 
     export_packed(run, folder, bits)
     before, after = ((place / WEIGHTS).stat().st_size / 1e6 for place in (model_folder(run), folder))
-    print(f"{folder}: {after:,.1f} MB instead of {before:,.1f}.")
+    print(f"Wrote {folder}: {after:,.1f} MB instead of {before:,.1f}.")
 
 
 def convert(
@@ -44,14 +52,14 @@ def convert(
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
     kwargs: str | None = None,
 ) -> None:
-    """Make a model folder of what others published.
+    """Convert a published checkpoint into a model folder.
 
     Args:
         format: official: a checkpoint of the authors' code.
-        source: The checkpoint.
+        source: Checkpoint to convert.
         folder: New folder for the model.
-        kwargs: How that model was made, where the checkpoint does not say it: the name of the authors'
-            experiment, such as random_mirrored_131072, or a JSON file of their constructor's arguments.
+        kwargs: Settings of the model that the checkpoint does not contain: the name of one of the authors'
+            experiments, such as random_mirrored_131072, or a JSON file of their constructor's arguments.
     """
     from perceiver_ar.interop import official
     from perceiver_ar.store import check_new
@@ -62,4 +70,4 @@ def convert(
     check_new(folder)
     model = official.from_params(*official.read_checkpoint(source, kwargs))
     model.save_pretrained(folder)
-    print(f"{folder} is there. Next: PerceiverAR.from_pretrained({str(folder)!r}). Its positions start at 1.")
+    print(f"Wrote {folder}. Next: PerceiverAR.from_pretrained({str(folder)!r}). Its positions start at 1.")

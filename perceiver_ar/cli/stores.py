@@ -10,15 +10,13 @@ from perceiver_ar.strict import unknown
 
 
 def download(
-    name: Annotated[str | None, tyro.conf.Positional] = None,
-    folder: Annotated[Path | None, tyro.conf.Positional] = None,
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,
+    folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None,
 ) -> None:
-    """Fetch a data set of the paper: `perceiver-ar download` lists them.
-
-    Interrupted, it goes on where it was when it is started again.
+    """Download one of the paper's data sets, or list them. An interrupted download is resumed.
 
     Args:
-        name: Which one.
+        name: Data set to download. Without it, they are listed.
         folder: New folder for it.
     """
     from perceiver_ar import datasets
@@ -32,18 +30,18 @@ def download(
     if folder is None:
         raise ValueError(f"where to? perceiver-ar download {name} DIR")
     datasets.download(name, folder)
-    print(f"{folder} is there. Next: {datasets.DATASETS[name].prepare.replace('DIR', str(folder))}")
+    print(f"Wrote {folder}. Next: {datasets.DATASETS[name].prepare.replace('DIR', str(folder))}")
 
 
 def prepare(arguments: list[str]) -> None:
-    """Turn raw files into a token store: `perceiver-ar prepare TASK --help`."""
+    """Turn raw files into a token store: see `perceiver-ar prepare TASK --help`."""
     from perceiver_ar import tasks
 
     task = first_of(
         arguments,
         lambda: (
             f"usage: perceiver-ar prepare {'|'.join(tasks.prepared())} SOURCE --out DIR\n"
-            "`perceiver-ar prepare text --help` lists all settings."
+            "`perceiver-ar prepare text --help` lists the options for text."
         ),
     )
     store = tyro.cli(
@@ -56,4 +54,4 @@ def prepare(arguments: list[str]) -> None:
         counted = "".join(f", {count:,} {what}" for what, count in split.get("counts", {}).items())
         print(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens{counted}")
     size, kind = store.vocab_size, store.meta["dtype"]
-    print(f"{store.folder}: vocabulary {size:,} with the special tokens, stored as {kind}")
+    print(f"{store.folder}: vocabulary of {size:,} tokens, special ones included, stored as {kind}")

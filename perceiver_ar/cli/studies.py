@@ -11,7 +11,7 @@ from perceiver_ar.cli.arguments import Device
 
 
 def reproduce(
-    name: Annotated[str | None, tyro.conf.Positional] = None,
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None,
     scale: Literal["smoke", "small", "paper"] = "small",
     data: Path | None = None,
     out: Path | None = None,
@@ -23,23 +23,22 @@ def reproduce(
     page: Path = Path("docs/reproduction.md"),
     device: Device = "auto",
 ) -> None:
-    """Run a table or a figure of the paper: `perceiver-ar reproduce` lists them.
-
-    Stopped, it goes on where it was when it is started again: what is finished is kept.
+    """Reproduce one of the paper's tables or figures, or list them. An interrupted study is resumed.
 
     Args:
-        name: Which one.
-        scale: smoke: a minute on a laptop, which shows that the command works and nothing else; small: about
-            ten minutes on a GPU; paper: its full size, shown as a plan of cells to run one by one by --cell.
-        data: Token store, where data are needed.
-        out: Folder for runs and results. Default: reproduction/NAME-SCALE.
-        seeds: How often each training is done.
-        cell: Run only this part.
-        jobs: Train and evaluate so many models at a time, before anything is timed: small ones leave most
-            of a GPU idle.
-        all: All of them, one after another.
-        report: Run nothing, but collect what was found in one page; --out is then the folder of all results.
-        page: That page.
+        name: Study to run. Without it, they are listed.
+        scale: smoke: less than a minute on a laptop, only shows that the command works; small: about ten
+            minutes on a GPU; paper: full size, printed as a plan of cells to run one by one with --cell.
+        data: Token store, for studies that need data.
+        out: Folder for runs and results. Default: reproduction/NAME-SCALE. With --all or --report, the folder
+            of all results; default: reproduction.
+        seeds: Number of seeds: each training is done once with each.
+        cell: Run only the cell of this name.
+        jobs: Number of models to train and evaluate at the same time, before anything is timed: small ones
+            leave most of a GPU idle.
+        all: Run all studies, one after another; only with --scale smoke.
+        report: Run nothing: collect all results on one page.
+        page: File to write that page to.
     """
     from perceiver_ar import reproduce as studies
     from perceiver_ar.distributed import leave
@@ -49,7 +48,7 @@ def reproduce(
         if name is not None:
             raise ValueError("the report is of all studies: give no name.")
         write_page(list(studies.STUDIES.values()), out or Path("reproduction"), page)
-        print(f"{page} is written.")
+        print(f"Wrote {page}.")
         return
     if name is None and not all:
         for known in studies.STUDIES.values():
@@ -78,5 +77,9 @@ def reproduce(
         if os.environ.get("RANK", "0") != "0":
             return
         print(table([studies.Row(**row) for row in results["rows"]]))
-        means = " The figures mean nothing: smoke shows that the command works." if scale == "smoke" else ""
-        print(f"Written to {folder}.{means}", file=sys.stderr)
+        means = (
+            " At this scale the figures mean nothing, only that the command works."
+            if scale == "smoke"
+            else ""
+        )
+        print(f"Results are in {folder}.{means}", file=sys.stderr)

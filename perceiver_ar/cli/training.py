@@ -1,4 +1,4 @@
-"""Commands that train: the presets, train, and plan, which says what that would cost."""
+"""Commands for training: presets, train, and plan, which estimates what a training costs."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ FIRST = ("tiny", "small")
 
 
 def show_presets(as_json: Json = False) -> None:
-    """List the paper's experiments and their sizes."""
+    """List the presets: two to start with, then the paper's models, with their sizes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -61,7 +61,7 @@ def as_chosen(experiment: Experiment, chosen: Any) -> Experiment:
 
 
 def train(arguments: list[str]) -> None:
-    """Train a preset, with any of its settings changed: `perceiver-ar train PRESET --help`."""
+    """Train a preset, with any of its settings changed: see `perceiver-ar train PRESET --help`."""
     preset = first_of(
         arguments,
         lambda: (
@@ -71,20 +71,40 @@ def train(arguments: list[str]) -> None:
     )
     experiment, fields = preset_fields(preset)
     fields += [
-        ("data", Annotated[tuple[Path, ...], tyro.conf.arg(help="Token stores made by `prepare`.")], ()),
+        (
+            "data",
+            Annotated[
+                tuple[Path, ...],
+                tyro.conf.arg(help="Token stores made by `prepare`; the copy task needs none."),
+            ],
+            (),
+        ),
         (
             "weights",
-            Annotated[tuple[float, ...], tyro.conf.arg(help="How much of each. Default: alike.")],
+            Annotated[
+                tuple[float, ...], tyro.conf.arg(help="Relative weight of each store. Default: all equal.")
+            ],
             (),
         ),
         ("out", Annotated[Path | None, tyro.conf.arg(help="Folder of the run. Default: runs/PRESET.")], None),
-        ("init", Annotated[Path | None, tyro.conf.arg(help="Trained model to start from.")], None),
-        ("resume", Annotated[bool, tyro.conf.arg(help="Go on from the newest checkpoint.")], False),
+        (
+            "init",
+            Annotated[Path | None, tyro.conf.arg(help="Run or model whose weights to start from.")],
+            None,
+        ),
+        (
+            "resume",
+            Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint, if any.")],
+            False,
+        ),
         ("device", Device, "auto"),
     ]
     kind = make_dataclass("Train", fields, frozen=True)
     chosen: Any = tyro.cli(
-        kind, args=arguments[1:], prog=f"perceiver-ar train {preset}", description="Train a model."
+        kind,
+        args=arguments[1:],
+        prog=f"perceiver-ar train {preset}",
+        description=f"Train the preset {preset}.",
     )
     from perceiver_ar.distributed import leave, restarts
     from perceiver_ar.training import train
@@ -103,7 +123,7 @@ def train(arguments: list[str]) -> None:
 
 
 def plan(arguments: list[str]) -> None:
-    """Say what training a preset would cost: `perceiver-ar plan PRESET --gpus 8 --gpu h200`."""
+    """Estimate what training a preset costs: `perceiver-ar plan PRESET --gpus 8 --gpu h200`."""
     preset = first_of(
         arguments,
         lambda: "usage: perceiver-ar plan PRESET [--gpus 8] [--gpu h200] [--train.batch-size 64 ...]",
@@ -112,8 +132,8 @@ def plan(arguments: list[str]) -> None:
 
     experiment, fields = preset_fields(preset)
     fields += [
-        ("gpus", Annotated[int, tyro.conf.arg(help="How many.")], 1),
-        ("gpu", Annotated[str, tyro.conf.arg(help=f"Which: {', '.join(GPUS)}.")], "h200"),
+        ("gpus", Annotated[int, tyro.conf.arg(help="Number of GPUs.")], 1),
+        ("gpu", Annotated[str, tyro.conf.arg(help=f"GPU model: {', '.join(GPUS)}.")], "h200"),
         ("as_json", Json, False),
     ]
     kind = make_dataclass("Plan", fields, frozen=True)
@@ -121,7 +141,8 @@ def plan(arguments: list[str]) -> None:
         kind,
         args=arguments[1:],
         prog=f"perceiver-ar plan {preset}",
-        description="What training it would cost. The sums fit one H200 within 15 %; no other GPU was tried.",
+        description="Estimate what the training costs. On one H200 this is within 15 % of what was measured; "
+        "other GPUs were not tried.",
     )
     found = plan(as_chosen(experiment, chosen), chosen.gpu, chosen.gpus)
     print(json.dumps(asdict(found)) if chosen.as_json else found)

@@ -72,7 +72,7 @@ def serve(
             )
         except OSError:
             raise ValueError(f"port {port or 7860} cannot be listened on: give another --port.") from None
-        print(f"http://{host}:{page.server_port} is ready; interrupt to end it.", flush=True)
+        print(f"http://{host}:{page.server_port} is ready; press Ctrl-C to stop.", flush=True)
         page.block_thread()
 
 

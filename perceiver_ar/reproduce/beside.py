@@ -21,7 +21,7 @@ def learn_all(study: str, bench: Bench, cells: Sequence[Cell], jobs: int, say: C
         waiting = {pool.submit(_start, study, bench, name): name for name in trainings.values()}
         for count, done in enumerate(as_completed(waiting), 1):
             if done.exception() is not None:
-                say(f"{done.exception()} Those that have begun go on to their end.")
+                say(f"{done.exception()} Trainings that have begun will still be finished.")
             done.result()
             say(f"trained {count} of {len(waiting)}: {waiting[done]}")
     finally:

@@ -129,7 +129,7 @@ def _compared(
 
 
 def _rival(bench: Bench, model: AnyModelConfig) -> TransformerXLConfig:
-    """One as wide, whose depth will change. Dropout as in the paper, at smaller scales as the other's."""
+    """One as wide, whose depth will change; residual dropout is shared, memory dropout the paper's."""
     sizes: dict[str, Any] = {
         "paper": {"memory_dropout": 0.25},
         "small": {"segment": 512, "memory": 192, "evaluation_memory": 800},
@@ -227,15 +227,15 @@ def _ours_is_better(rows: list[Row], scale: Scale) -> bool | None:
 
 
 _SMALL = (
-    "At `small` 6 layers of 256 channels, 512 latents, 2,000 steps of 32 sequences, contexts of 512 to "
-    "4,096, perplexity a token; books are bytes."
+    "At `small`, 6 layers of 256 channels, 512 latents, 2,000 steps of 32 sequences, contexts of 512 to "
+    "4,096, text as bytes, perplexity per token."
 )
 STUDIES = [
     Study(
         "pg19",
         "table 6",
-        "45.9 a word on the validation books of PG-19 at contexts of 2,048 and 4,096; beyond 2,048 nothing "
-        "is gained.",
+        "A perplexity per word of 45.9 on the validation books of PG-19, at contexts of 2,048 and 4,096: "
+        "more than 2,048 gains nothing.",
         f"Validation books, stride N / 2. {_SMALL}",
         _pg19,
         _no_gain_beyond_2048,
@@ -245,7 +245,8 @@ STUDIES = [
     Study(
         "wikitext103",
         "table 10",
-        "17.86 at a context of 1,024, 17.58 at 8,192, where Transformer-XL has 17.58 too.",
+        "A perplexity per word of 17.86 at a context of 1,024 and of 17.58 at 8,192, as good as "
+        "Transformer-XL, which also reaches 17.58.",
         f"Validation articles, stride N / 2. {_SMALL}",
         _wikitext,
         _as_good_as_transformer_xl,
@@ -255,8 +256,8 @@ STUDIES = [
     Study(
         "books-context",
         "table 7",
-        "Contexts longer than 1,024 are better: 14.88 at 1,024, 14.56 at 16,384.",
-        f"Four trainings that differ in context alone, stride N / 2. {_SMALL}",
+        "Contexts longer than 1,024 lower the perplexity: 14.88 at 1,024, 14.56 at 16,384.",
+        f"Four trainings that differ only in context, stride N / 2. {_SMALL}",
         _books,
         _longer_is_better,
         ("context", "perplexity"),
@@ -264,9 +265,10 @@ STUDIES = [
     ),
     Study(
         "books-stride",
-        "appendix B, its figure",
-        "Shorter strides at evaluation are better, at every context.",
-        f"The models of books-context, strides from N down to N / 64. {_SMALL} One book.",
+        "appendix B, figure",
+        "Shorter strides in evaluation lower the perplexity, at every context.",
+        f"The models of books-context, evaluated with strides from N down to N / 64. {_SMALL} There, only "
+        "one book is scored.",
         _by_stride,
         _shorter_strides_are_better,
         ("stride", "perplexity"),
@@ -275,13 +277,15 @@ STUDIES = [
     Study(
         "books-matched",
         "tables 8, 9",
-        "At equal steps a second, Perceiver AR is better than Transformer-XL at every context.",
-        "The same data, width, batch, steps, optimizer, learning rate, dropout, precision and compiler "
-        "for both, no activations recomputed, nothing tuned for either; the depth of one is the one whose "
-        "measured steps/s, with Transformer-XL's memory given, are nearest to the other's. Both attend "
-        "by fused kernels; the scores by distance of Transformer-XL are written out, which no kernel "
-        "saves. Its memory is 0.375 of a segment in training, where it is made anew for each window, and "
-        f"1.5625 in evaluation, where it is passed on. The paper's figures are of its test set. {_SMALL}",
+        "At equal training speed in steps per second, Perceiver AR is better than Transformer-XL at every "
+        "context.",
+        "Both models have the same data, width, batch size, steps, optimizer, learning rate, residual "
+        "dropout, precision and compiler; no activations are recomputed, and neither is tuned. One of them "
+        "gets the depth at which its measured steps/s are nearest to the other's; for these timings "
+        "Transformer-XL is given its memory. Both use fused attention kernels, but Transformer-XL's scores "
+        "by distance are written to memory, which no kernel avoids. Its memory is 0.375 segments long in "
+        "training, where it is recomputed for each window, and 1.5625 in evaluation, where it is carried "
+        f"over. The paper's figures are for its test set. {_SMALL}",
         _matched,
         _ours_is_better,
         ("steps/s", "perplexity"),

@@ -1,4 +1,4 @@
-"""What is copied: over how long a context, and with how many targets a step."""
+"""Copying: over how long a context, and with how many targets per step."""
 
 from dataclasses import replace
 from operator import itemgetter
@@ -104,10 +104,11 @@ STUDIES = [
     Study(
         "copy-length",
         "section 5.1.1",
-        "A context of 131,072 tokens is used: random bytes are mirrored without an error.",
-        "Mirrored random bytes, 12 validation sequences, of which the second halves are scored. At `small` "
-        "512 channels, trained by a curriculum of windows centred on the mirror, and eight times the "
-        "paper's length as well.",
+        "The model makes use of a context of 131,072 tokens: it copies random bytes in reverse without an "
+        "error.",
+        "Random bytes followed by the same bytes in reverse; 12 validation sequences, scored on their second "
+        "halves. At `small`, 512 channels, trained by a curriculum of windows centred on the mirror, and "
+        "also eight times the paper's length.",
         _length,
         _all_copied,
         ("length", "accuracy"),
@@ -115,11 +116,11 @@ STUDIES = [
     Study(
         "copy-targets",
         "table 2",
-        "At a context of 8,192 tokens, 64 sequences of 1,024 latents do not converge; twice as many of "
-        "either do.",
-        "One layer, four trainings of as many steps, differing in latents and batch alone, without a "
-        "curriculum. At `small` 128 tokens, 128 channels, 16 or 32 latents, batches of 8 or 16, 4,000 "
-        "steps, 100 validation sequences; two cores do.",
+        "At a context of 8,192 tokens, training with 1,024 latents and batches of 64 sequences does not "
+        "converge; with twice the latents or twice the batch it does.",
+        "One layer; four trainings with the same number of steps, which differ only in latents and batch "
+        "size, without a curriculum. At `small`, 128 tokens, 128 channels, 16 or 32 latents, batches of 8 or "
+        "16, 4,000 steps, 100 validation sequences; two CPU cores are enough.",
         _targets,
         _more_targets_converge,
         ("latents", "accuracy"),

@@ -1,4 +1,4 @@
-"""Images: bits a byte, latents at test time, and the order of the bytes."""
+"""Images: bits per dimension, latents at test time, and the order of the bytes."""
 
 import time
 from dataclasses import replace
@@ -177,12 +177,13 @@ STUDIES = [
     Study(
         "imagenet64",
         "table 3, figure 4",
-        "3.40 bits/dim on Downsampled ImageNet, as good as the best; samples with 16 to 2,048 latents.",
-        "Validation images, bits a byte, stride N / 2; sheets of samples at temperature 1 from one seed, "
-        "with 16, N, 1.5 N and 2 N latents. The paper's images (van den Oord et al.) are no longer "
-        "published; those that can be downloaded (Chrabaszcz et al.) were scaled down otherwise and are "
-        f"easier, so only a store of the former, with {THEIRS:,} validation images, can show the claim. "
-        "At `small` other images and a model of 8 layers.",
+        "3.40 bits/dim on Downsampled ImageNet, as good as the best published result; samples with 16 to "
+        "2,048 latents.",
+        "Bits per dimension (byte) of the validation images, stride N / 2; sheets of samples at temperature "
+        "1 from one seed, with 16, N, 1.5 N and 2 N latents. The paper's images (van den Oord et al.) are no "
+        "longer published. Those that can be downloaded (Chrabaszcz et al.) were downscaled in another way "
+        f"and are easier, so only a store of the former, with {THEIRS:,} validation images, can show the "
+        "claim. At `small`, other images and a model of 8 layers.",
         _density,
         _as_good_as_the_paper_s,
         None,
@@ -191,11 +192,11 @@ STUDIES = [
     Study(
         "image-latents",
         "table 4",
-        "One model runs with 16 to 4,096 latents: fewer are faster and a little worse, a few more a little "
-        "better.",
-        "One model, trained with N latents, evaluated on 64 images with N / 64 to 4 N, and one image "
-        "drawn with each. Beside it, the same training with N / 8, N / 2 or N latents at each step. At "
-        "`small` images of 32 x 32 and N = 256.",
+        "One model can be run with 16 to 4,096 latents: with fewer it is faster and a little worse, with "
+        "somewhat more a little better.",
+        "A model trained with N latents is evaluated on 64 images with N / 64 to 4 N latents, and generates "
+        "one image with each number. It is compared with the same training in which each step has N / 8, "
+        "N / 2 or N latents, drawn at random. At `small`, images of 32 x 32 and N = 256.",
         _by_latents,
         _latents_matter_little,
         ("latents", "bits/dim"),
@@ -204,10 +205,11 @@ STUDIES = [
     Study(
         "image-order",
         "table 5",
-        "With a short context the order of the bytes matters much (3.55 or 4.63 bits/dim), with a whole "
-        "one little.",
-        "Four trainings that differ in order and context alone. At `small` images of 32 x 32, contexts of "
-        "256 and 3,073, 256 latents.",
+        "With a short context the order of the bytes matters a lot (3.55 or 4.63 bits/dim); with a context "
+        "of the whole image, little.",
+        "Four trainings that differ only in the order of the bytes (raster: R, G, B of each pixel; rgb: all "
+        "R, then all G, then all B) and in the context. At `small`, images of 32 x 32, contexts of 256 and "
+        "3,073, 256 latents.",
         _by_order,
         _order_matters_for_short_contexts,
         ("context", "bits/dim"),

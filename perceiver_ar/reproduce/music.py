@@ -16,7 +16,7 @@ MUSIC = "MIDI: perceiver-ar download maestro-v3 DIR; perceiver-ar prepare music 
 BOTH = f"{MUSIC}; for cells of v1 the same with maestro-v1"
 AUDIO = (
     "recordings: perceiver-ar prepare audio FOLDER --out STORE --codec CODEC --levels LEVELS; at the paper's "
-    "size, a store of as many levels as a cell has"
+    "size, a store with as many levels as the cell needs"
 )
 
 
@@ -158,9 +158,9 @@ STUDIES = [
     Study(
         "maestro",
         "table 11",
-        "1.82 nats an event on MAESTRO v1 (Music Transformer: 1.84), 1.90 on v3.",
-        "All validation pieces, stride N / 2, EOS not scored. At `small` 35M parameters on v3, 10 minutes, "
-        "with transposition, which the paper does without.",
+        "1.82 nats per event on MAESTRO v1 (Music Transformer: 1.84), 1.90 on v3.",
+        "All validation pieces, stride N / 2, EOS not scored. At `small`, 35M parameters on v3, 10 minutes, "
+        "with transposed training pieces, which the paper does without.",
         _maestro,
         _as_good_as_the_paper_s,
         ("version", "nats"),
@@ -169,10 +169,11 @@ STUDIES = [
     Study(
         "soundstream",
         "tables 12, 13",
-        "With more codes a second a code costs more nats; contexts of 8,192 and 32,768 are about as good.",
-        "Validation recordings, nats a code, stride N / 2. At `small` codes of Lyra, which has 16 values a "
-        "code instead of 1,024, so that figures cannot be compared; a short and a long context. The paper's "
-        "codec is not published: its size needs one of 1,024 values a code, with 24, 36 and 44 levels.",
+        "At higher bit rates each code costs more nats; contexts of 8,192 and 32,768 are about equally good.",
+        "Validation recordings, nats per code, stride N / 2. At `small`, a short and a long context, and "
+        "Lyra's codes, which have 16 values instead of 1,024, so that figures cannot be compared. The "
+        "paper's codec is not published: the paper's size needs one with 1,024 values per code and 24, 36 "
+        "and 44 levels.",
         _sound,
         _rates_and_contexts,
         ("context", "nats"),
@@ -180,11 +181,12 @@ STUDIES = [
     ),
     Study(
         "dropout",
-        "appendix H, its two figures",
-        "Cross-attend dropout helps less the deeper a model is, post-attention dropout more.",
-        "MAESTRO v3, shares of 0, 0.5 and 0.75. Cross-attend dropout is varied at 0.5 after attention, "
-        "the other at 0.7 in the cross-attend. At `small` 10 pieces as they are, 256 channels, depths of 2 "
-        "and 12, 512 latents, contexts of 1,024, 1,500 steps of 16 sequences, 40 validation pieces.",
+        "appendix H, two figures",
+        "The deeper the model, the less cross-attend dropout helps, and the more post-attention dropout.",
+        "MAESTRO v3, dropout rates of 0, 0.5 and 0.75. While cross-attend dropout is varied, post-attention "
+        "dropout is 0.5; while the latter is varied, the former is 0.7. At `small`, 10 training pieces "
+        "without transposition, 256 channels, depths of 2 and 12, 512 latents, contexts of 1,024, 1,500 "
+        "steps of 16 sequences, 40 validation pieces.",
         _dropout,
         _depth_decides,
         ("dropout", "nats"),
@@ -193,8 +195,8 @@ STUDIES = [
     Study(
         "piano",
         "section 5.7",
-        "1.24 nats an event on 10,000 hours of transcribed piano.",
-        "The paper's data are private, so its claim cannot be tried: this trains on any folder of MIDI.",
+        "1.24 nats per event on 10,000 hours of transcribed piano music.",
+        "The paper's data are private, so its claim cannot be tested: this trains on any folder of MIDI.",
         _piano,
         lambda rows, scale: None,
         None,

@@ -95,12 +95,12 @@ def costs(study: Study, bench: Bench) -> str:
         state = "done" if is_done(cell, bench) else f"{cell.hours:,.0f}" if cell.hours >= 1 else "below 1"
         lines.append(f"{cell.name:60} {state:>12}")
     left = sum(cell.hours for cell in cells if not is_done(cell, bench))
-    lines.append(f"{'to be run, at most':60} {left:>12,.0f}")
+    lines.append(f"{'still to run, at most':60} {left:>12,.0f}")
     out = "" if bench.shared else f" --out {bench.folder}"
     command = f"{_command(study, bench.scale, bench.seeds)}{out} --cell CELL"
-    lines.append(f"Run one by one: {command}")
+    lines.append(f"Run cells one by one: {command}")
     lines.append(f"On 8 GPUs: torchrun --nproc-per-node 8 -m {command.replace('-', '_', 1)}")
-    lines.append("What another study trained before in the same folder is not trained again.")
+    lines.append("Models that another study has already trained in the same folder are not trained again.")
     if study.needs:
         lines.append(f"STORE: {study.needs_at(bench.scale)}")
     return "\n".join(lines)
@@ -119,9 +119,9 @@ def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
     head = [
         "# The paper's claims, run",
         "",
-        "Written by `perceiver-ar reproduce --all --report`; what was not run is not filled in. Times are "
-        "those of the command that is named; models that another study had trained before are taken from "
-        "there, and not counted. ± is half the range over the seeds.",
+        "Written by `perceiver-ar reproduce --all --report`. Studies that were not run show no figures. "
+        "Times are those of the command shown, without the training of models that it reused from another "
+        "study. ± is half the range over the seeds. N is the number of latents in training.",
         "",
         "| study | in the paper | small | paper's size |",
         "|---|---|---|---|",
@@ -132,7 +132,7 @@ def write_page(studies: Sequence[Study], folder: Path, page: Path) -> None:
         verdicts = [_verdict(results) for results in found.values()]
         head.append(f"| [{study.name}](#{study.name}) | {study.where} | {' | '.join(verdicts)} |")
         body += ["", f"## {study.name}", "", f"**The paper ({study.where}):** {study.claim}", ""]
-        body += [f"**How:** {study.protocol}"]
+        body += [f"**Protocol:** {study.protocol}"]
         for scale, results in found.items():
             if results is not None:
                 body += _section(study, folder / f"{study.name}-{scale}", page, results)

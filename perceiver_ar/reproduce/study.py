@@ -133,7 +133,7 @@ def run(
     ranks, _ = join(bench.device, minutes=24 * 60)  # while the first times or draws, the others wait
     if not ranks.leads:
         say = _nothing
-    say(f"{study.name} ({study.where}), {bench.scale}.\nThe claim: {study.claim}\nHow: {study.protocol}")
+    say(f"{study.name} ({study.where}), {bench.scale}.\nThe claim: {study.claim}\nProtocol: {study.protocol}")
     began = time.time() - _seconds(bench)
     if jobs > 1:
         try:
@@ -141,7 +141,7 @@ def run(
         finally:
             write_results(study, bench, time.time() - began, jobs)
     for index, cell in enumerate(cells, 1):
-        say(f"{index} of {len(cells)}: {cell.name}" + (": done before." if cell.name in done else ""))
+        say(f"{index} of {len(cells)}: {cell.name}" + (": already done." if cell.name in done else ""))
         if cell.name not in done:
             do(cell, bench, ranks)
             ranks.first(lambda: write_results(study, bench, time.time() - began, jobs))

@@ -35,24 +35,24 @@ LONGEST = 3600.0
 
 @dataclass(frozen=True)
 class AudioTask(Task):
-    """Codes after a BOS, frame by frame; each level has a slice of the vocabulary to itself."""
+    """Codes of a codec after a BOS, frame by frame; each level has its own slice of the vocabulary."""
 
     name: ClassVar[str] = "audio"
 
     levels: int = 16
-    """Codes of a frame."""
+    """Codes per frame; taken from the store, like all of these."""
     codes: int = 16
-    """Values of a code."""
+    """Number of values of a code."""
     frame_rate: float = 50.0
-    """Frames a second."""
+    """Frames per second."""
     codec: Kind = "lyra"
-    """What made them, and makes sound of them."""
+    """Codec that encodes and decodes them."""
     weights: str = ""
-    """The codec's name on the hub, or its folder; Lyra's lie beside a store and beside a model."""
+    """The codec's name on the hub, or its folder. Lyra's files are copied into the store and the model."""
     sha256: str = ""
     """Digest of Lyra's files."""
     loudness: float | None = field(default=-20.0, compare=False)
-    """Loudness that recordings are brought to, dB."""
+    """Loudness to which recordings are normalized, in dB."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,24 +166,21 @@ def prepare(
     test: float = 0.0,
     workers: int | None = None,
 ) -> Store:
-    """Turn recordings into a token store.
-
-    Interrupted, it goes on where it was when it is started again.
+    """Turn recordings into a token store. If interrupted, run the same command again to continue.
 
     Args:
-        source: A .wav, .flac, .ogg or .mp3 file or a folder of them. A MAESTRO csv in it gives the splits, or
-            folders named train, validation and test.
-        out: Folder of the store.
-        codec: lyra: SoundStream with the weights of Lyra v2; or encodec, dac or mimi of transformers.
-        weights: The folder of Lyra's .tflite files, model_coeffs in its repository; of another codec, its
-            folder or its name on the hub. Default: those published on the hub, for all but Lyra.
-        levels: Codes of a frame: more sound better and make longer sequences. Default: what the codec is
-            usually run with.
-        loudness: What every recording is brought to, in dB (root mean square, full scale is 0). None: as
-            it is.
-        validation: Share of the recordings that is kept for validation.
-        test: The same for the test.
-        workers: Processes. Default: as many as there are cores; one where a GPU does the work.
+        source: A .wav, .flac, .ogg or .mp3 file, or a folder of them. Its splits follow from a MAESTRO .csv
+            or from folders named train, validation and test; missing ones are drawn from the rest.
+        out: New folder for the store.
+        codec: lyra: SoundStream with the weights of Lyra v2; encodec, dac or mimi: those of transformers.
+        weights: For lyra, required: the folder of its .tflite files, model_coeffs in Lyra's repository. For
+            others: a folder or a name on the hub. Default: the published weights.
+        levels: Codes per frame: more sound better and make longer sequences. Default: 16 for lyra, else 8.
+        loudness: Loudness to which every recording is normalized, in dB (RMS relative to full scale). None:
+            unchanged.
+        validation: Fraction of the recordings to hold out for validation.
+        test: Fraction of the recordings to hold out for testing.
+        workers: Number of processes. Default: one per core; a single one if the codec runs on a GPU.
     """
     check_new(out)
     for module in ("soundfile", "soxr"):

@@ -22,25 +22,25 @@ VALIDATION_SEED = 2**31
 
 @dataclass(frozen=True)
 class CopyTask(Task):
-    """Mirrored random bytes."""
+    """Random bytes, then the same bytes in reverse."""
 
     name: ClassVar[str] = "copy"
     accuracy: ClassVar[bool] = True
     synthetic: ClassVar[bool] = True
 
     length: int = 32
-    """T: tokens of a sequence, an even number."""
+    """T: tokens per sequence, an even number."""
     centred: bool = False
-    """Train on windows centred on the mirror, doubled whenever what is copied is learned."""
+    """Train by a curriculum: windows centred on the mirror, doubled whenever they are learned."""
     first_half: int = 8
-    """Tokens on each side of the mirror in the first of those windows."""
+    """Tokens on each side of the mirror in the first of these windows."""
     doubled_below: float = 0.1
-    """Nats of a step at which they double: with fewer, more is learned while windows are cheap."""
+    """Loss in nats below which the windows double: with a lower one, more is learned while they are cheap."""
     sequences: int = 12
-    """Sequences of the validation split."""
+    """Number of sequences in the validation split."""
     digits: int = 0
-    """Number places by so many digits, for axial positions, such that what is copied has the mirrored ones.
-    0: one after another."""
+    """Write positions as this many digits, for axial positions, so that the digits of a copy mirror those of
+    the original. 0: plain positions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +161,7 @@ class CopyExamples:
         if nats >= self.task.doubled_below or self.half == self.task.length // 2:
             return None
         self.half = min(2 * self.half, self.task.length // 2)
-        return f"now {self.half:,} tokens on each side of the mirror"
+        return f"windows grow to {self.half:,} tokens on each side of the mirror"
 
     @property
     def state(self) -> dict[str, int]:

@@ -32,14 +32,14 @@ ARRAYS = (".npy", ".npz")
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """Bytes after a BOS: R, G, B of each pixel, or all R, then all G, then all B."""
+    """The bytes of square RGB images, after a BOS."""
 
     name: ClassVar[str] = "image"
 
     size: int = 64
-    """Pixels of a side."""
+    """Width and height in pixels; taken from the store."""
     order: Order = "raster"
-    """raster: pixel by pixel; rgb: colour by colour."""
+    """raster: R, G, B of each pixel; rgb: all R, then all G, then all B. Taken from the store."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,15 +168,15 @@ def prepare(
     """Turn images into a token store.
 
     Args:
-        source: A folder of pictures, perhaps with train, validation and test below it; a .tar or .zip of
-            them; or a .npy or .npz of uint8, (N, size, size, 3), or (N, 3 * size * size) as Downsampled
-            ImageNet has them.
-        out: Folder of the store.
-        size: Pixels of a side. Other pictures are cropped in the middle and resized.
+        source: A folder of pictures, or a .tar or .zip of them; or .npy or .npz arrays of uint8, of shape
+            (N, size, size, 3), or (N, 3 * size * size) as in Downsampled ImageNet. Folders named train,
+            validation and test are the splits; missing ones are drawn from the rest.
+        out: New folder for the store.
+        size: Width and height in pixels. Other pictures are cropped at the centre and resized.
         order: raster: R, G, B of each pixel; rgb: all R, then all G, then all B.
-        validation: Share of the images that is kept for validation.
-        test: The same for the test.
-        workers: Processes. Default: as many as there are cores.
+        validation: Fraction of the images to hold out for validation.
+        test: Fraction of the images to hold out for testing.
+        workers: Number of processes. Default: one per core.
     """
     check_new(out)
     task, shares = ImageTask(size, order), Shares(validation, test)

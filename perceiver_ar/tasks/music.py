@@ -24,14 +24,14 @@ WRITERS = {".mid": midi.write_midi, ".midi": midi.write_midi, ".wav": midi.write
 
 @dataclass(frozen=True)
 class MusicTask(Task):
-    """Events after a BOS."""
+    """Performance events after a BOS."""
 
     name: ClassVar[str] = "music"
 
     transpose: int = 0
-    """In training, pieces are moved by up to so many semitones up or down."""
+    """In training, transpose pieces at random by up to this many semitones up or down."""
     stretch: float = 0.0
-    """In training, pieces are played faster or slower by up to this share."""
+    """In training, play pieces faster or slower at random, by up to this fraction."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,14 +134,14 @@ def prepare(
     """Turn MIDI files into a token store.
 
     Args:
-        source: A .mid file or a folder of them. A MAESTRO csv in it gives the splits, or folders named train,
-            validation and test.
-        out: Folder of the store.
-        validation: Share of the pieces that is kept for validation.
-        test: The same for the test.
-        min_events: Shorter pieces are left out.
-        max_events: Longer pieces are left out.
-        workers: Processes. Default: as many as there are cores.
+        source: A .mid file, or a folder of them. Its splits follow from a MAESTRO .csv or from folders
+            named train, validation and test; missing ones are drawn from the rest.
+        out: New folder for the store.
+        validation: Fraction of the pieces to hold out for validation.
+        test: Fraction of the pieces to hold out for testing.
+        min_events: Leave out pieces with fewer events.
+        max_events: Leave out pieces with more events.
+        workers: Number of processes. Default: one per core.
     """
     check_new(out)
     need("symusic", "music")
@@ -150,7 +150,7 @@ def prepare(
     longest = math.inf if max_events is None else max_events
     pieces = {path: _stored(events) for path, events in read.items() if min_events <= len(events) <= longest}
     if len(pieces) < len(read):
-        print(f"{len(read) - len(pieces)} pieces of other lengths were left out.", file=sys.stderr)
+        print(f"Left out {len(read) - len(pieces)} pieces with too few or too many events.", file=sys.stderr)
     if not pieces:
         raise ValueError(f"{source} holds no piece that can be used.")
     chosen = by_split(named, pieces, shares).items()

@@ -30,14 +30,14 @@ from perceiver_ar.workers import processes
 
 @dataclass(frozen=True)
 class TextTask(Task):
-    """Text in tokens of one kind, each document after a BOS and, except in words, before an EOS."""
+    """Text. Each document begins with BOS and, unless its tokens are words, ends with EOS."""
 
     name: ClassVar[str] = "text"
 
     tokenizer: Kind = "bytes"
-    """Which kind of tokens."""
+    """Kind of tokenizer; taken from the store."""
     sha256: str = ""
-    """Digest of the tokenizer's file, if it has one."""
+    """Digest of the tokenizer's file, if it has one; taken from the store."""
 
     def at(self, folder: Path) -> Self:
         """With the vocabulary that lies there."""
@@ -116,21 +116,22 @@ def prepare(
     key: str = "text",
     workers: int | None = None,
 ) -> Store:
-    """Turn text into a token store.
+    """Turn text into a token store. If interrupted, run the same command again to continue.
 
     Args:
-        source: A file, a folder of files, - for standard input, or a dataset of the Hugging Face hub. Each
-            text file is a document, as is each line of .jsonl and each row of .parquet. Folders named
-            train, validation and test are the splits, as are files such as train.txt; the rest is train's.
-        out: Folder of the store.
-        tokenizer: bytes; unigram or bpe: pieces of words, learned from the text; words: as they are.
-        vocab_size: How many tokens, special ones included. Default: 32,000 pieces, or all words.
-        tokenizer_file: A .model of sentencepiece, tokenizer.json or words.txt, or a store with one, instead.
-        validation: Share of the documents that is kept for validation; of a single one, its end.
-        test: The same for the test.
-        pattern: Which files of a folder, such as *.txt.
-        key: Name of the text in .jsonl objects, .parquet files and datasets.
-        workers: Processes. Default: as many as there are cores.
+        source: A file, a folder, - for standard input, or a dataset of the Hugging Face hub. Each text file
+            is a document, as is each line of .jsonl and each row of .parquet. Folders named train, validation
+            and test, and files such as train.txt, are the splits; missing ones are drawn from the rest.
+        out: New folder for the store.
+        tokenizer: bytes; unigram or bpe: subword pieces learned from the text; words: split at white space.
+        vocab_size: Number of tokens, special ones included. Default: 32,000 for unigram, bpe; all words.
+        tokenizer_file: Use this tokenizer instead: a sentencepiece .model, a tokenizer.json, a words.txt, or
+            a store with one of them.
+        validation: Fraction of the documents to hold out for validation; of a single document, its end.
+        test: Fraction of the documents to hold out for testing; of a single document, its end.
+        pattern: Which files of a folder to read, such as *.txt.
+        key: Name of the text field in .jsonl objects, .parquet files and datasets.
+        workers: Number of processes. Default: one per core.
     """
     check_new(out)
     crew = processes(workers)
@@ -207,7 +208,7 @@ def _download(name: str, spool: Path, key: str) -> None:
         shutil.rmtree(spool)
         spool.mkdir()
         write_sealed(spool / ".about.json", about)
-    print(f"{name} is no file or folder here: looking for it on the hub.", file=sys.stderr)
+    print(f"{name} is no file or folder here: looking for it on the Hugging Face hub.", file=sys.stderr)
     try:
         _write_splits(datasets.load_dataset(*name.split(":"), streaming=True), spool, key)
     except KeyError as error:

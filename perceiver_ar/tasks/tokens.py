@@ -21,12 +21,12 @@ SUFFIXES = (".npy", ".bin", ".jsonl")
 
 @dataclass(frozen=True)
 class TokensTask(Task):
-    """Ids as they are, counted from FIRST, each document after a BOS."""
+    """Token ids of your own, each document after a BOS."""
 
     name: ClassVar[str] = "tokens"
 
     dtype: Dtype = field(default="uint16", compare=False)
-    """Type of the ids in .bin files."""
+    """Type of the ids in .bin files; taken from the store."""
 
     @property
     def ends(self) -> bool:
@@ -127,12 +127,13 @@ def prepare(
     """Turn ids that you already have into a token store.
 
     Args:
-        source: A .npy, .bin or .jsonl file, or a folder of them. Folders named train, validation and test are
-            the splits, as are files such as train.npy; the rest is train's.
-        out: Folder of the store.
-        validation: Share of the documents that is kept for validation; of a single one, its end.
-        test: The same for the test.
-        vocab_size: Number of different ids. Default: the largest and one.
+        source: A .npy file (one document, or one per row), .bin file (one document) or .jsonl file (one per
+            line), or a folder of them. Folders named train, validation and test, and files such as train.npy,
+            are the splits; missing ones are drawn from the rest.
+        out: New folder for the store.
+        validation: Fraction of the documents to hold out for validation; of a single document, its end.
+        test: Fraction of the documents to hold out for testing; of a single document, its end.
+        vocab_size: Number of distinct ids. Default: the largest id plus one.
         dtype: Type of the ids in .bin files.
     """
     check_new(out)
