@@ -75,7 +75,7 @@ def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
 
 
 class Crops:
-    """Random windows of the documents of a split, which draw every target about equally often."""
+    """Random windows of the documents of a split, with every target about equally likely."""
 
     def __init__(self, split: Split, context: int, task: Task) -> None:
         self.split, self.context, self.task = split, context, task

@@ -101,7 +101,7 @@ def kept_from_others(folder: Path) -> AbstractContextManager[None]:
 
 
 def check_same(before: Experiment, now: Experiment, folder: Path) -> None:
-    """Refuses to resume with settings that differ in more than MAY_CHANGE_ON_RESUME."""
+    """Refuses to resume with changed settings, except those that may change."""
     before = replace(before, options=tasks.get(before.task, before.options).to_dict())  # adds newer options
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
     free = {f"train.{name}" for name in MAY_CHANGE_ON_RESUME} | {"name"}
