@@ -122,7 +122,7 @@ def _text(path: Path, start: int, stop: int, split: str, final: bool) -> Iterato
 
 
 def _cut(path: Path, start: int, stop: int, whole_lines: bool = False) -> list[tuple[int, int]]:
-    """Byte ranges of about PART bytes that end with a line, unless lines are huge and not whole_lines."""
+    """Byte ranges of about PART bytes that end with a line; within huge lines only if not whole_lines."""
     bounds = [start, stop]
     with path.open("rb") as file:
         for at in range(start + PART, stop, PART):

@@ -48,8 +48,7 @@ class Totals:
     tokens: int = 0
     right: int | None = 0
     by_position: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Summed nats and number of targets by place in the document. Keys are upper bounds of the place: 512,
-    1,024, 2,048 ..."""
+    """Nats and count of targets by place in the document; keys are upper bounds: 512, 1,024, 2,048 ..."""
 
     def add(self, nats: Tensor, right: Tensor | None, places: Sequence[range]) -> None:
         """Adds a batch: nats and hits (B, N), where the last columns of each row are those of its places."""

@@ -91,7 +91,7 @@ _BROKEN = urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError, ht
 
 
 def _append(url: str, part: Path, progress: Progress) -> bool:
-    """Requests the missing rest; returns whether the file is complete. It never becomes shorter."""
+    """Requests the missing rest; returns whether the file is complete. The part never gets shorter."""
     start = _size(part)
     asked = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:

@@ -1,4 +1,4 @@
-"""The arithmetic operations of a model."""
+"""Counts the floating-point operations of a model."""
 
 from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig
 

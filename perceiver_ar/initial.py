@@ -37,7 +37,7 @@ def start_from(
 
 
 def fit(trained: AnyModelConfig, wanted: AnyModelConfig, name: str) -> AnyModelConfig:
-    """The wanted config, if the trained weights fit it; positions keep their wavelengths."""
+    """The wanted config, if the trained weights fit it; by default it keeps their wavelengths."""
     if type(trained) is not type(wanted):
         raise ValueError(f"{name} is a model of another kind than the preset's: choose a preset of its kind.")
     for key, value in trained.to_dict().items():

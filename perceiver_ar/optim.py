@@ -76,7 +76,7 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of this rank's parameters, which ZeRO wraps."""
+    """The optimizer of this rank's parameters, without the wrapper of zero1."""
     return getattr(optimizer, "optim", optimizer)
 
 

@@ -56,7 +56,7 @@ def _read(file: Any, count: int) -> Sound:
 
 
 def at_level(sound: Sound, rate: int, level: float | None) -> Sound:
-    """Scales sound to a root mean square of `level` dB, 0 being 1, without silence; less if it would clip."""
+    """Scales so that the RMS of what is not silent is `level` dB (0 dB: 1), or less if it would clip."""
     peak = float(np.abs(sound).max(initial=0.0))
     if level is None or peak < 1e-9:
         return sound.clip(-1, 1)
@@ -77,7 +77,7 @@ def write_wav(sound: Sound, rate: int, path: Path) -> None:
 
 
 def write_spectrogram(sound: Sound, rate: int, path: Path) -> None:
-    """Writes an image: time to the right, a pixel 10 ms or more; pitch upwards; darker is louder, over 80 dB."""
+    """Writes an image: time to the right, 10 ms or more a pixel; pitch upwards; 80 dB from light to dark."""
     image, size, hop = need("PIL.Image", "image"), 1024, max(rate // 100, len(sound) // 4000)
     padded = np.pad(sound, (size // 2, size // 2))
     frames = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop] * np.hanning(size)

@@ -77,7 +77,7 @@ def by_folder(files: Sequence[Path], source: Path) -> dict[Path, str | None]:
 
 
 def divide(named: Sequence[str | None], shares: Shares) -> list[str]:
-    """The split of each document: as named; splits that none is named for are drawn from the others."""
+    """The split of each document: as named; splits that none is named for are drawn from the rest."""
     drawn = iter(draw_splits(sum(name in (None, "train") for name in named), left(named, shares)))
     return [next(drawn) if name in (None, "train") else name for name in named]
 

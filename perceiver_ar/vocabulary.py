@@ -38,7 +38,7 @@ class Vocabulary:
         raise NotImplementedError
 
     def spell(self, token: int) -> bytes:
-        """The bytes of one token; none if it is special."""
+        """The bytes of one token; empty if it is special."""
         raise NotImplementedError
 
     def save(self) -> bytes:
@@ -193,7 +193,7 @@ def _varint(stream: io.BytesIO) -> int:
 
 
 def _advice(error: str) -> str:
-    """Sentencepiece's limit on the vocabulary size, special tokens included; otherwise its last line."""
+    """Sentencepiece's limit on the vocabulary size, special tokens included; else the end of its error."""
     for pattern, word in ((r"to a value <= (\d+)", "most"), (r"\d+ vs (\d+)", "least")):
         if found := re.search(pattern, error):
             return f"set --vocab-size to at {word} {int(found[1]) + FIRST}."

@@ -55,6 +55,6 @@ def crop_end(drawn: int, targets: int, latents: int) -> int:
     """The last target of a crop, for a number drawn uniformly below crop_weight.
 
     Crops that would overhang the document, by up to N / 2 targets at each end, are moved inside. So every
-    crop has N targets if the document does, and those near the ends are seen 0.5 to 1.5 times as often.
+    crop has N targets if the document does; those near its ends are seen 0.5 to 1.5 times as often.
     """
     return min(max(drawn + 1 + latents // 2, latents), targets)

@@ -34,7 +34,7 @@ def newest(run: Path) -> Path:
 
 
 def as_first_format(place: Path) -> None:
-    """Rewrites a checkpoint in format version 1, without torch's distributed format."""
+    """Rewrites a checkpoint in format version 1: all tensors in one safetensors file."""
     found, about = tensors(place), state(place)
     for path in place.iterdir():
         path.unlink()

@@ -17,7 +17,7 @@ WIDTH = 768
 
 @torch.inference_mode()
 def gaze(model: PerceiverAR, tokens: Tensor, positions: Tensor | None, number: int) -> Tensor:
-    """Attention weights (H, T) over all inputs (1, T) of the last one, which is latent `number`."""
+    """Cross-attention weights (H, T) of the last input, as latent `number`, over all inputs (1, T)."""
     places = model.place(tokens, positions, None)
     inputs, cross = model.embedding(tokens, places), model.cross_attend
     z = model.queries(inputs[:, -1:], torch.tensor([[number]], device=tokens.device))

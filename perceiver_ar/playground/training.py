@@ -84,7 +84,7 @@ def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def training_tab(shown: Shown, acts: Acts) -> None:
-    """Adds the tab, which refreshes by itself."""
+    """Fills the tab, which refreshes by itself."""
     progress = Progress(shown, acts)
     seen, drawn = gr.State(0.0), gr.State()
     summary = gr.Markdown(elem_classes="summary")
