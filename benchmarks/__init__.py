@@ -1,1 +1,1 @@
-"""What the library's speed is measured with: `python -m benchmarks --help`."""
+"""Benchmarks of the library's speed: `python -m benchmarks --help`."""

@@ -1,4 +1,4 @@
-"""Evaluation in strides, beside the forward pass of training that it should be as fast as."""
+"""Strided evaluation, next to the forward pass of training, whose speed it should reach."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ from perceiver_ar.timing import forget_peak, peak_gib, time_repeatedly
 def time_evaluation(
     name: str, size: Size, device: torch.device, repeats: int, compiled: bool = False
 ) -> Iterator[Figure]:
-    """Windows a second of a document that fills two batches of them, and sequences of a forward pass."""
+    """Sequences per second of a forward pass, and windows per second of a document of two batches."""
     config, batch = size.model, size.batch
     forget_peak(device)
     model = PerceiverAR(config).to(device)

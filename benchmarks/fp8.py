@@ -1,10 +1,10 @@
-"""Training with products of eight-bit floats, to see what they give: not a part of the library.
+"""Training with matrix products of eight-bit floats, as an experiment: not part of the library.
 
-Numbers of a tensor share one scale, found anew each time: e4m3 forwards, e5m2 for gradients.
+Each tensor has one scale, computed anew every time: e4m3 forwards, e5m2 for gradients.
 
     python -m benchmarks.fp8 STORE OUT
 
-trains on the bytes of a store twice, with and without, from one seed, and says what became of the loss.
+trains on the bytes of a store twice from one seed, without and with them, and prints both losses.
 """
 
 import json
@@ -29,7 +29,7 @@ plain_linear = F.linear
 
 @contextmanager
 def eight_bits(wanted: bool) -> Generator[None]:
-    """Linear maps by products of eight-bit floats, where their sizes allow it."""
+    """Computes linear maps in eight-bit floats, where their sizes allow it."""
     if not wanted:
         yield
         return
@@ -38,7 +38,7 @@ def eight_bits(wanted: bool) -> Generator[None]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; sizes that are no multiples of 16 have no such products."""
+    """F.linear in eight-bit floats; plain F.linear for sizes that are not multiples of 16."""
     rows = x.numel() // x.shape[-1]
     if any(size % 16 for size in (rows, *weight.shape)):
         return plain_linear(x.to(weight.dtype), weight, bias)
@@ -48,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """x (T, I) by weight (O, I)."""
+    """x (T, I) times the transpose of weight (O, I)."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ class _Product(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Eight-bit floats, row by row in memory, and what one of them stands for."""
+    """A contiguous tensor of eight-bit floats, and the scale that restores it."""
     scale = (x.abs().amax().float() / torch.finfo(dtype).max).clamp(min=1e-12)
     return (x.float() / scale).to(dtype).contiguous(), scale
 
 
 def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-    """(T, I) by (O, I)."""
+    """(T, I) times the transpose of (O, I)."""
     return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=torch.bfloat16)
 
 
@@ -85,7 +85,7 @@ def compare(
     batch: int = 8,
     device: str = "auto",
 ) -> None:
-    """Trains twice from one seed, and prints both losses, means of a tenth of the steps, as JSON lines."""
+    """Trains twice from one seed, without and with fp8; prints both losses, by tenths, as JSON lines."""
     compiled = not device.startswith("cpu")
     settings = TrainConfig(
         steps=steps,

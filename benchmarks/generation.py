@@ -1,4 +1,4 @@
-"""Generation: the time of a token, of the first one, and of the refreshes among them."""
+"""Generation: time per token, time to the first token, and share of the refreshes."""
 
 import statistics
 import time
@@ -27,14 +27,14 @@ def time_generation(
     mode: Mode = "cached",
     compiled: bool = False,
 ) -> Iterator[Figure]:
-    """Milliseconds and tokens a second, over stretches with one refresh each if there are tokens enough."""
+    """Milliseconds per token and tokens per second, over stretches of one refresh each if tokens suffice."""
     cached, period = mode == "cached", model.config.latents // 2 + 1
     tokens = (4 + 4 * period if cached else 24) if tokens is None else tokens
     each = period if cached and tokens >= 4 + period else tokens - 4
     device = model.norm.weight.device
     given = torch.randint(model.config.vocab_size, (rows, prompt), device=device)
     forget_peak(device)
-    # The fourth token is the first that neither compiles nor records anything.
+    # The fourth token is the first for which nothing is compiled or captured.
     bounds = range(3, tokens, each)
     began, marks, first = time.perf_counter(), [], 0.0
     drawing = stream(model, given, tokens, cache=cached, grow_latents=cached)
@@ -70,7 +70,7 @@ def time_generation(
 
 @torch.inference_mode()
 def refresh_seconds(model: PerceiverAR, given: Tensor) -> float:
-    """How long one refresh over the prompt (B, P) takes."""
+    """Seconds of one refresh over the prompt (B, P)."""
     latents, held = model.config.latents, min(given.shape[1], model.config.context)
     places = torch.arange(held, device=given.device)[None, :, None]
     _, cache = prefill(model, given[:, -held:], places, (held, latents))

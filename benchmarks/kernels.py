@@ -27,14 +27,14 @@ Kernel = Callable[..., Tensor]
 
 
 def time_attention(device: torch.device, repeats: int) -> Iterator[Figure]:
-    """TFLOP/s of every kernel that this device has, forwards, and forwards and backwards."""
+    """TFLOP/s of every kernel available on the device: forward, and forward and backward."""
     for shape in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
         for name, kernel in kernels(device, square=shape[2] == shape[3]).items():
             yield from time_kernel(name, kernel, shape, device, repeats)
 
 
 def kernels(device: torch.device, square: bool) -> dict[str, Kernel]:
-    """Kernels by name; flex attention only works with a mask."""
+    """The kernels by name; flex attention requires a mask."""
     found: dict[str, Kernel] = {"chosen": attention.attend}
     if square:
         found["square"] = _open(attention._attend_square)
@@ -53,7 +53,7 @@ def _open(kernel: Kernel) -> Kernel:
 
 
 def _all_shown(kernel: Kernel) -> Kernel:
-    """With a mask that hides nothing, as it is where some are padded and others not."""
+    """With a mask that hides nothing, as for the full rows of a batch that has padded ones."""
     return lambda q, k, v: kernel(
         q, k, v, torch.ones(len(k), k.shape[2], dtype=torch.bool, device=k.device), False
     )

@@ -1,4 +1,4 @@
-"""Batches of a token store, made by one thread."""
+"""Batches from a token store, made by one thread."""
 
 import itertools
 import tempfile
@@ -16,7 +16,7 @@ from perceiver_ar.timing import time_repeatedly
 
 
 def time_loading(name: str, size: Size, repeats: int) -> Figure:
-    """Sequences a second, each a random stretch of eight documents as long as three contexts."""
+    """Sequences per second: random windows of eight documents, each three contexts long."""
     config, cpu, task = size.model, torch.device("cpu"), TokensTask()
     documents = np.random.default_rng(0).integers(3, config.vocab_size, (8, 3 * config.context))
     with tempfile.TemporaryDirectory() as folder:

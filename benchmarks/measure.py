@@ -1,4 +1,4 @@
-"""What a figure has to say: median and spread, memory, machine and versions; ceilings and profiles."""
+"""Measured figures, with spread, memory, machine and versions; matmul rate; profiles."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from perceiver_ar.timing import synchronize, time_repeatedly
 
 @dataclass(frozen=True)
 class Figure:
-    """One thing that was measured a few times."""
+    """A quantity that was measured several times."""
 
     benchmark: str
     case: str
@@ -32,7 +32,7 @@ class Figure:
         return statistics.median(self.values)
 
     def line(self) -> str:
-        """JSON, with all that is needed to compare it with another."""
+        """A line of JSON, with all that is needed to compare it with another figure."""
         return json.dumps(
             {
                 "benchmark": self.benchmark,
@@ -50,7 +50,7 @@ class Figure:
 
 
 def show_table(figures: list[Figure]) -> None:
-    """All figures at a glance, on standard error."""
+    """Prints all figures as a table on standard error."""
     table = Table("benchmark", "case", box=None, padding=(0, 2, 0, 0))
     for heading in ("median", "spread"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -73,7 +73,7 @@ def show_table(figures: list[Figure]) -> None:
 
 
 def rounded(x: float) -> float:
-    """The number to four digits."""
+    """The number to four significant digits."""
     return float(f"{x:.4g}")
 
 

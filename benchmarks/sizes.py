@@ -1,4 +1,4 @@
-"""The models that are timed, by name."""
+"""The models that are benchmarked, by name."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from perceiver_ar import ModelConfig
 
 @dataclass(frozen=True)
 class Size:
-    """A model and a batch to train it with."""
+    """A model and the batch size to train it with."""
 
     model: ModelConfig
     batch: int

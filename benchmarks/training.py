@@ -32,7 +32,7 @@ def time_training(
     profiled: bool = False,
     fp8: bool = False,
 ) -> Figure:
-    """Sequences a second; plain: with every fast path of the model switched off; fp8: by eight-bit floats."""
+    """Sequences per second. plain: without the fast paths of the model; fp8: with eight-bit floats."""
     config = replace(size.model, cross_dropout=cross_dropout)
     forget_peak(device)
     model = PerceiverAR(config).to(device).train()
@@ -42,7 +42,7 @@ def time_training(
         compile_blocks(model, fullgraph=True)
 
     step = training_step(model, tokens, targets)
-    together = 3 if device.type == "cuda" else 1  # the next step is launched while one is computed
+    together = 3 if device.type == "cuda" else 1  # each step is launched while the last is computed
     with slow_twins(plain), eight_bits(fp8):
         times = time_repeatedly(step, device, repeats, in_a_row=together)
         rates = [size.batch / seconds for seconds in times]
@@ -64,7 +64,7 @@ def time_training(
 
 @contextmanager
 def slow_twins(wanted: bool) -> Generator[None]:
-    """Attention written out, every input projected, and queries, keys and values one by one."""
+    """Replaces fast paths: reference attention, every input projected, separate queries, keys and values."""
     if not wanted:
         yield
         return
@@ -77,6 +77,6 @@ def slow_twins(wanted: bool) -> Generator[None]:
 
 
 def one_by_one(block: Block, latents: Tensor) -> Tensor:
-    """The slow twin of one product for queries, keys and values."""
+    """Queries, keys and values by three products instead of one."""
     parts = [part(latents) for part in (block.query, block.key, block.value)]
     return torch.stack(parts, dim=2).unflatten(-1, (block.heads, -1))

@@ -1,4 +1,4 @@
-"""Checkpoints: written beside and renamed, with checksums; the newest good one is read back."""
+"""Checkpoints: written under a temporary name, checksummed, renamed; the newest intact one is loaded."""
 
 import errno
 import functools
@@ -23,21 +23,21 @@ from perceiver_ar.sealed import Damaged, check_version, file_digest, read_sealed
 FORMAT_VERSION = 2
 STATE = "state.json"
 _FIRST = "tensors.safetensors"
-"""All tensors of a checkpoint of the first format."""
+"""The file of all tensors in a checkpoint of format version 1."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on: tensors by name, of which a rank may have a part, and plain values."""
+    """Everything needed to resume a run: tensors by name, possibly sharded, and plain values."""
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
 
 class Keeper:
-    """Writes checkpoints/step-… in a thread, while training goes on: what is written is copied first.
+    """Writes checkpoints/step-… in a thread while training continues, from a copy of the tensors.
 
-    Use as a context, which ends when nothing is being written any more.
+    Use as a context manager, which waits for the last write when it exits.
     """
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
@@ -45,7 +45,7 @@ class Keeper:
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self.pending: Future[None] | None = None
         self.writing = 0
-        """Step of the one that is being written."""
+        """Step of the checkpoint being written; 0 if there is none."""
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +54,7 @@ class Keeper:
         self.pool.shutdown()
 
     def save(self, step: int, checkpoint: Checkpoint) -> None:
-        """Begins to write, once what was begun before is written."""
+        """Starts writing a checkpoint, after the previous one is complete."""
         self.wait()
         place = self.folder / f"step-{step:08d}"
         beside = self.ranks.first(lambda: _make(_beside(place, f"{os.getpid()}.")))
@@ -64,7 +64,7 @@ class Keeper:
         self.writing = step
 
     def wait(self) -> None:
-        """Until nothing is being written; where that failed on one rank, all raise it."""
+        """Waits for the pending write; if it failed on any rank, all ranks raise the error."""
         pending, self.pending, self.writing = self.pending, None, 0
         if pending is None:
             return
@@ -78,7 +78,7 @@ class Keeper:
             raise failures[0]
 
     def _seal(self, written: Any, beside: Path, place: Path, state: dict[str, Any]) -> None:
-        """Once all ranks have written: checksums, and the name by which it is found."""
+        """Once all ranks have written: adds checksums, renames the folder, and removes old checkpoints."""
         try:
             written.result()
             if self.ranks.leads:
@@ -87,7 +87,7 @@ class Keeper:
                 _settle(beside, place)
                 for old in checkpoints(self.folder)[: -self.keep]:
                     shutil.rmtree(old)
-        except BaseException as error:  # torch's own is no Exception
+        except BaseException as error:  # torch's CheckpointException is a BaseException
             shutil.rmtree(beside, ignore_errors=True)
             raise OSError(
                 errno.ENOSPC if disk_is_full(error) else errno.EIO, str(error), str(place)
@@ -95,7 +95,7 @@ class Keeper:
 
 
 def share(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """What this rank writes: all that it has alone, and a part of what every rank has alike."""
+    """The tensors that this rank writes: those only it has, and a share of those that all ranks have."""
     alike = [name for name, x in tensors.items() if whole_here(x)]
     common = set.intersection(*map(set, ranks.gather(alike)))
     others = common.difference(sorted(common)[ranks.rank :: ranks.size])
@@ -103,7 +103,7 @@ def share(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def write_folder(place: Path, write: Callable[[Path], None]) -> None:
-    """Fills a folder beside its place and renames it; on failure, what was there before stays."""
+    """Fills a folder under a temporary name and renames it; on failure, the previous folder stays."""
     beside = _beside(place)
     try:
         write(_make(beside))
@@ -124,7 +124,7 @@ def _make(beside: Path) -> Path:
 
 
 def _settle(beside: Path, place: Path) -> None:
-    """Gives a folder that is whole its name."""
+    """Flushes a complete folder to disk and renames it, replacing the previous one."""
     old = place.with_name(f".{place.name}.old")
     for path in beside.iterdir():
         _flush(path)
@@ -145,12 +145,12 @@ def _flush(path: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All that were written, oldest first."""
+    """All complete checkpoints, oldest first."""
     return sorted(folder.glob("step-*")) if folder.exists() else []
 
 
 def check(place: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint; raises Damaged unless all of it is as it was written."""
+    """Verifies the checksums of a checkpoint and returns its plain values; raises Damaged if one differs."""
     state = read_sealed(place / STATE)
     first = state["format_version"] == 1
     if not first:
@@ -163,7 +163,7 @@ def check(place: Path) -> dict[str, Any]:
 
 
 def read_into(tensors: dict[str, Tensor], place: Path) -> set[str]:
-    """Fills those tensors that a checkpoint holds, each rank its own parts; returns which those are."""
+    """Loads tensors in place, on each rank its own shards; returns the names that the checkpoint holds."""
     if (place / _FIRST).exists():
         saved = load_file(place / _FIRST)
         for name in tensors.keys() & saved:
@@ -176,7 +176,7 @@ def read_into(tensors: dict[str, Tensor], place: Path) -> set[str]:
 
 
 def plain_reader(place: Path) -> Any:
-    """Torch's, but of its pickled list of contents nothing is built that is not part of such a list."""
+    """Torch's reader, but unpickling only the types that the metadata of a checkpoint consists of."""
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     class Plain(pickle.Unpickler):
@@ -214,7 +214,7 @@ _CONTENTS = {
 
 @functools.cache
 def _dcp() -> Any:
-    """Torch's distributed checkpoints, which take a while to import, and warn where there is one process."""
+    """torch.distributed.checkpoint, which is slow to import, without its warning about a single process."""
     import torch.distributed.checkpoint as dcp
 
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -222,7 +222,7 @@ def _dcp() -> Any:
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest that is good, if there is any at all; damaged ones after it are renamed."""
+    """The newest intact checkpoint, or None if there are none; renames damaged ones that are newer."""
     damaged: list[Path] = []
     for place in reversed(checkpoints(folder)):
         try:
@@ -233,7 +233,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
             continue
         for bad in damaged:
             aside = bad.with_name(f"damaged-{bad.name}")
-            shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+            shutil.rmtree(aside, ignore_errors=True)  # an earlier damaged one of the same step
             bad.rename(aside)
         return place
     if damaged:
@@ -242,7 +242,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def recover(folder: Path) -> None:
-    """Puts right what a crash in write_folder left: the folder before, or one half written."""
+    """Cleans up after a crash in write_folder: restores a replaced folder, removes a partial one."""
     for old in folder.glob(".*.old"):
         place = folder / old.name.removeprefix(".").removesuffix(".old")
         if place.exists():
@@ -255,7 +255,7 @@ def recover(folder: Path) -> None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space, which safetensors and torch say only in words."""
+    """Whether a write failed for lack of space, which safetensors and torch report only in the message."""
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     words = "No space left on device", "os error 28", "unexpected pos"
     return full or any(said in str(error) for said in words)
@@ -264,10 +264,10 @@ def disk_is_full(error: BaseException) -> bool:
 def named_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Weights, their average, and the optimizer's state, by parameter name."""
+    """Weights, their average, and the optimizer state, by parameter name."""
     tensors: dict[str, Tensor] = {}
     state = local_part(optimizer).state
-    # A step of fsdp that was given up leaves other parameters in the model than the optimizer knows.
+    # An abandoned step of FSDP leaves the model with parameters that the optimizer does not know.
     assert sum(parameter in state for parameter in model.parameters()) == len(state)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         tensors[f"model.{name}"] = parameter
@@ -280,7 +280,7 @@ def named_tensors(
 
 @torch.no_grad()
 def fill(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: list[Tensor]) -> None:
-    """The reverse of named_tensors, from a checkpoint and in place."""
+    """The inverse of named_tensors: loads a checkpoint in place."""
     begin_state(optimizer)
     wanted = {name: x.detach() for name, x in named_tensors(model, optimizer, average).items()}
     missing = wanted.keys() - read_into(wanted, place)

@@ -1,4 +1,4 @@
-"""Codecs: sound to codes and back, a number of levels of codes for each short frame.
+"""Neural audio codecs: sound to codes and back, with several levels of codes for each short frame.
 
 Letters: F frames, L levels.
 """
@@ -21,40 +21,40 @@ Codes = NDArray[np.int64]
 
 
 class Codec:
-    """Sound of one rate, (samples,), to codes (F, L), each below `codes`, and back."""
+    """Converts sound (samples,) of one rate to codes (F, L), each below `codes`, and back."""
 
     rate: int
-    """Samples a second."""
+    """Samples per second."""
     hop: int
-    """Samples of a frame."""
+    """Samples per frame."""
     codes: int
-    """Values of a code."""
+    """Number of values of a code."""
     most: int
-    """Levels that there are; fewer sound coarser."""
+    """Available levels; fewer sound coarser."""
     usual: int
-    """Levels that are a good choice."""
+    """Default number of levels."""
     device: str = "cpu"
-    """What it runs on."""
+    """Device that it runs on."""
 
     def encode(self, sound: Sound, levels: int) -> Codes:
-        """The last frame is filled with silence."""
+        """The codes (F, L) of a sound, whose last frame is padded with silence."""
         raise NotImplementedError
 
     def decode(self, codes: Codes) -> Sound:
-        """F * hop samples."""
+        """The sound of codes (F, L): F * hop samples."""
         raise NotImplementedError
 
     def frames(self, sound: Sound) -> Sound:
-        """(F, hop)."""
+        """The sound in frames, (F, hop)."""
         count = math.ceil(len(sound) / self.hop)
         return np.pad(sound, (0, count * self.hop - len(sound))).reshape(count, self.hop)
 
 
 class Lyra(Codec):
-    """Lyra v2's SoundStream: 50 frames a second, up to 46 levels of 16 codes.
+    """The SoundStream of Lyra v2: 50 frames per second, up to 46 levels of 16 codes.
 
-    Its networks keep what they heard, so a recording of any length goes through them frame by frame;
-    each begins with fresh ones.
+    Its networks are stateful, so a recording of any length passes through them frame by frame; every
+    recording starts with fresh ones.
     """
 
     rate, hop, codes, most, usual = 16_000, 320, 16, 46, 16
@@ -79,7 +79,7 @@ class Lyra(Codec):
     def decode(self, codes: Codes) -> Sound:
         decoder, quantizer = _network(self.decoder), _network(self.quantizer)
         restore = quantizer.get_signature_runner("decode")
-        filled = np.full((len(codes), self.most, 1, 1), -1, np.int32)  # -1: a level that is left out
+        filled = np.full((len(codes), self.most, 1, 1), -1, np.int32)  # -1: level left out
         filled[:, : codes.shape[1], 0, 0] = codes
         found = [_pass(decoder, restore(encoding_indices=frame)["output_0"]) for frame in filled]
         return np.array(found, np.float32).reshape(-1)
@@ -100,10 +100,10 @@ def _pass(network: Any, value: NDArray[Any]) -> NDArray[Any]:
 
 
 class Neural(Codec):
-    """A codec of transformers, in chunks that overlap, so that a recording may be of any length.
+    """A codec of transformers, applied to overlapping chunks, so that a recording may have any length.
 
-    What lies within the margin of a chunk's ends is thrown away: its neighbour, which hears more of
-    what is around it, has it too.
+    Frames in the margins of a chunk are discarded: the neighbouring chunk has them too, with more
+    context around them.
     """
 
     MODEL: str
@@ -112,7 +112,7 @@ class Neural(Codec):
 
     def __init__(self, name: str) -> None:
         transformers = need("transformers", "audio")
-        transformers.utils.logging.disable_progress_bar()  # what is downloaded still has its own
+        transformers.utils.logging.disable_progress_bar()  # downloads still show theirs
         try:
             model = getattr(transformers, self.MODEL).from_pretrained(name)
         except (OSError, ValueError) as error:
@@ -132,11 +132,11 @@ class Neural(Codec):
         self.chunk, self.before, self.after = (math.ceil(x * self.rate / self.hop) for x in lengths)
 
     def codes_of(self, sound: torch.Tensor, levels: int) -> torch.Tensor:
-        """(1, 1, samples) to (1, at least L, F)."""
+        """Sound (1, 1, samples) to codes (1, at least L, F)."""
         raise NotImplementedError
 
     def sound_of(self, codes: torch.Tensor) -> torch.Tensor:
-        """(1, L, F) to (1, 1, samples)."""
+        """Codes (1, L, F) to sound (1, 1, samples)."""
         raise NotImplementedError
 
     @torch.inference_mode()
@@ -156,19 +156,19 @@ class Neural(Codec):
         return np.concatenate(parts)[: len(codes)].reshape(-1)
 
     def _chunks(self, count: int) -> Iterator[tuple[int, int, slice]]:
-        """From which frame to which, and what of it is kept."""
+        """The frames of each chunk, first and end, and the slice of them to keep."""
         for start in range(0, count, self.chunk):
             low, stop = max(0, start - self.before), min(count, start + self.chunk)
             yield low, min(count, stop + self.after), slice(start - low, stop - low)
 
 
 class Encodec(Neural):
-    """Meta's; 75 frames a second, up to 32 levels of 1,024 codes."""
+    """EnCodec by Meta: 75 frames per second, up to 32 levels of 1,024 codes."""
 
     MODEL = "EncodecModel"
 
     def codes_of(self, sound: torch.Tensor, levels: int) -> torch.Tensor:
-        widest = self.model.config.target_bandwidths[-1]  # all levels, which build on one another
+        widest = self.model.config.target_bandwidths[-1]  # all levels; later ones refine the first
         return self.model.encode(sound, bandwidth=widest).audio_codes[0]
 
     def sound_of(self, codes: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ class Encodec(Neural):
 
 
 class Dac(Neural):
-    """Descript's; 86 frames a second at 44.1 kHz, 9 levels of 1,024 codes."""
+    """DAC by Descript: 86 frames per second at 44.1 kHz, 9 levels of 1,024 codes."""
 
     MODEL = "DacModel"
 
@@ -188,9 +188,9 @@ class Dac(Neural):
 
 
 class Mimi(Neural):
-    """Kyutai's; 12.5 frames a second, up to 32 levels of 2,048 codes.
+    """Mimi by Kyutai: 12.5 frames per second, up to 32 levels of 2,048 codes.
 
-    Each of its 8 layers attends to the last 10 seconds, and none to what follows.
+    Each of its 8 layers attends to the last 10 seconds, and never to the future.
     """
 
     MODEL, CHUNK, BEFORE, AFTER = "MimiModel", 80.0, 82.0, 0.0
@@ -203,12 +203,12 @@ class Mimi(Neural):
 
 
 HUB = {"encodec": "facebook/encodec_24khz", "dac": "descript/dac_44khz", "mimi": "kyutai/mimi"}
-"""The weights that are taken where none are named."""
+"""Default weights, by their name on the hub."""
 
 
 @functools.cache
 def load(kind: Kind, weights: str) -> Codec:
-    """Lyra's from a folder, the others' by their name on the hub or from a folder."""
+    """Loads a codec: Lyra from a folder, the others from a folder or by their name on the hub."""
     if kind == "lyra":
         return Lyra(Path(weights))
     return {"encodec": Encodec, "dac": Dac, "mimi": Mimi}[kind](weights)

@@ -1,7 +1,7 @@
-"""Where text comes from, and how it is cut into parts that can be worked on apart.
+"""Where text comes from, and how it is cut into parts that can be processed independently.
 
-A .txt file, or any other that is not binary, is one document; a .jsonl file holds one a line, a
-.parquet file one a row. Long documents are cut at the ends of lines.
+A .txt file, or any other that is not binary, is one document; a .jsonl file holds one per line, a
+.parquet file one per row. Long documents are cut at the ends of lines.
 """
 
 import json
@@ -16,34 +16,34 @@ from perceiver_ar.extras import need
 from perceiver_ar.splits import SPLITS, Shares, by_folder, divide, fitting, top
 
 PART = 8 << 20
-"""Bytes of text that are worked on at a time."""
+"""Bytes of text that are processed at a time."""
 _NEAR = 1 << 16
-"""Bytes in which the end of a line is looked for."""
+"""Bytes that are searched for the end of a line."""
 _LINES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a text or .jsonl file, or one row group of a .parquet file."""
+    """A byte range of a text or .jsonl file, or one row group of a .parquet file."""
 
     path: str
     start: int
     stop: int
-    """Bytes, or numbers of row groups."""
+    """Byte offsets, or numbers of row groups."""
     size: int
-    """In bytes, about."""
+    """Approximate bytes."""
     split: str | None
-    """None where each document finds its split by itself."""
+    """None: each document has a split of its own, drawn by its checksum."""
     begins: bool = True
     ends: bool = True
-    """Whether a document begins or ends here, or is only gone on with."""
+    """Whether a document begins or ends here, rather than in another span."""
     final: bool = True
-    """Whether its text ends here too, and was not cut to make a split."""
+    """Whether this is also the end of the text, rather than a cut between splits."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Text of one document, or some of it."""
+    """The text of a document, or a part of it."""
 
     data: bytes
     split: str
@@ -53,7 +53,7 @@ class Stretch:
 
 
 def find_files(source: Path, pattern: str) -> dict[Path, str | None]:
-    """The files that fit, each with the split that it is named for, if it is."""
+    """The files that match the pattern, each with the split that it is named for, if any."""
     if source.is_file():
         return {source: None}
     if not source.is_dir():
@@ -66,7 +66,7 @@ def find_files(source: Path, pattern: str) -> dict[Path, str | None]:
 
 
 def parts_of(files: dict[Path, str | None], shares: Shares, to_the_byte: bool) -> list[list[Span]]:
-    """All text in parts of about PART bytes each, in order; cut between words, or to the byte."""
+    """All text in order, in parts of about PART bytes. to_the_byte: splits need not be cut between words."""
     spans = list(_spans(files, shares, to_the_byte))
     if not spans:
         raise ValueError("all of these files are empty.")
@@ -101,7 +101,7 @@ def _spans(files: dict[Path, str | None], shares: Shares, to_the_byte: bool) -> 
 
 
 def _divide(path: Path, size: int, shares: Shares, to_the_byte: bool) -> Iterator[Span]:
-    """A single document: its end is for validation, and what is after that for the test."""
+    """A single document: its beginning for training, then validation, then test."""
     held = [round(size * share) for share in (shares.validation, shares.test)]
     bounds = [0, size - sum(held), size - held[1], size]
     if not to_the_byte:
@@ -113,7 +113,7 @@ def _divide(path: Path, size: int, shares: Shares, to_the_byte: bool) -> Iterato
 
 
 def _text(path: Path, start: int, stop: int, split: str, final: bool) -> Iterator[Span]:
-    """A document in parts."""
+    """The spans of a document, or of one split of it."""
     with path.open("rb") as file:
         if b"\0" in file.read(8192):
             raise ValueError(f"{path} is a binary file, not text: leave it out, or choose with --pattern.")
@@ -122,7 +122,7 @@ def _text(path: Path, start: int, stop: int, split: str, final: bool) -> Iterato
 
 
 def _cut(path: Path, start: int, stop: int, whole_lines: bool = False) -> list[tuple[int, int]]:
-    """A stretch of a file in parts that end with a line: always, or unless lines are huge."""
+    """Byte ranges of about PART bytes that end with a line; within huge lines only if not whole_lines."""
     bounds = [start, stop]
     with path.open("rb") as file:
         for at in range(start + PART, stop, PART):
@@ -133,7 +133,7 @@ def _cut(path: Path, start: int, stop: int, whole_lines: bool = False) -> list[t
 
 
 def _between_words(file: BinaryIO, at: int, stop: int) -> int:
-    """Behind the next end of a line, else before the next space, else before the next character."""
+    """The offset after the next end of a line, else before the next space, else before the next character."""
     file.seek(at)
     near = file.read(min(_NEAR, stop - at))
     if (line := near.find(b"\n")) >= 0:
@@ -154,7 +154,7 @@ def _parquet(path: Path) -> Any:
 
 
 def read(spans: Sequence[Span], key: str, shares: Shares) -> Iterator[Stretch]:
-    """The text of a part."""
+    """The text of a part, document by document."""
     for span in spans:
         path = Path(span.path)
         if path.suffix.lower() == ".parquet":

@@ -1,4 +1,4 @@
-"""From windows to batches, and the windows of a token store.
+"""Batches made from windows, and windows drawn from token stores.
 
 Letters: B batch, M inputs (context), N latents, A position axes.
 """
@@ -17,32 +17,32 @@ from perceiver_ar.tasks.base import Task
 from perceiver_ar.windows import Window, crop_end, crop_weight, generator
 
 UNSCORED = -1
-"""A target that is not scored."""
+"""The value of targets that are not scored."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs padded on the left, and the tokens that follow the last N of them."""
+    """Inputs, padded on the left, and the tokens that follow the last N of them."""
 
     inputs: Tensor  # (B, M)
-    targets: Tensor  # (B, N), UNSCORED where nothing counts
+    targets: Tensor  # (B, N), UNSCORED where not scored
     positions: Tensor | None  # (B or 1, M, A); None: from 0 at the first real input
     lengths: Tensor | None  # (B,); None: nothing is padded
-    seeds: Tensor | None = None  # (B,), of dropout
+    seeds: Tensor | None = None  # (B,), for dropout
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The same change to every part."""
+        """Applies a function to every tensor."""
         parts: list[Any] = [self.inputs, self.targets, self.positions, self.lengths, self.seeds]
         return Batch(*(x if x is None else change(x) for x in parts))
 
     def to(self, device: torch.device) -> "Batch":
-        """On that device, but for the lengths, which the model looks at."""
-        ahead = device.type == "cuda"  # elsewhere, what is copied may be gone before it is
+        """Moves all but the lengths, which the model reads on the CPU."""
+        ahead = device.type == "cuda"  # elsewhere, the source may be freed before the copy is done
         moved = replace(self, lengths=None).each(lambda x: x.to(device, non_blocking=ahead))
         return replace(moved, lengths=self.lengths)
 
     def rows(self, start: int, stop: int) -> "Batch":
-        """Some of its examples; positions that all share stay as they are."""
+        """A slice of the examples; positions that all of them share stay as they are."""
         shared = len(self) > 1
         return self.each(lambda x: x if shared and len(x) == 1 else x[start:stop])
 
@@ -51,7 +51,7 @@ class Batch:
 
 
 def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
-    """Windows side by side, the shorter ones padded on the left."""
+    """Stacks windows into a batch, padding the shorter ones on the left."""
     lengths = np.array([len(w.tokens) - 1 for w in windows])
     longest = int(lengths.max())
     count = min(latents, longest)
@@ -64,7 +64,7 @@ def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
         places[row, first:] = w.offset + np.arange(lengths[row])
         assert 1 <= w.scored <= min(count, lengths[row])
         targets[row, count - w.scored :] = w.tokens[-w.scored :]
-    # Where all rows stand at the same places, their positions are computed once.
+    # If all rows cover the same places, positions are computed once for all.
     positions = task.positions(places[:1] if (places == places[0]).all() else places)
     return Batch(
         torch.from_numpy(inputs),
@@ -75,12 +75,12 @@ def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
 
 
 class Crops:
-    """Random stretches of the documents of a store, every target about as likely as any other."""
+    """Random windows of the documents of a split, with every target about equally likely."""
 
     def __init__(self, split: Split, context: int, task: Task) -> None:
         self.split, self.context, self.task = split, context, task
         self.weights: dict[int, NDArray[np.int64]] = {}
-        """Cumulative, for each number of latents."""
+        """Cumulative sampling weights of the documents, by number of latents."""
         if not (split.lengths() > 1).any():
             raise ValueError(f"{split.folder} holds no document of two tokens or more: nothing to train on.")
 
@@ -100,13 +100,13 @@ class Crops:
         start = max(0, end - 1 - self.context)
         read = self.split.read(index, start, end)
         tokens = self.task.augment(read, random)[-(self.context + 1) :]
-        if len(tokens) < 2:  # nothing is left of it to predict
+        if len(tokens) < 2:  # augmentation left nothing to predict
             tokens = read
         return Window(tokens, start, min(latents, len(tokens) - 1))
 
 
 class Mixture:
-    """Examples of several stores, each drawn from as often as its weight says."""
+    """Examples from one or several stores, drawn in proportion to their weights."""
 
     def __init__(self, parts: Sequence[Crops], weights: Sequence[float]) -> None:
         self.parts, self.shares = parts, np.array(weights) / sum(weights)
@@ -115,7 +115,7 @@ class Mixture:
         if len(self.parts) == 1:
             return self.parts[0].windows(seed, step, size, latents)
         chosen = generator(seed, step).choice(len(self.parts), size, p=self.shares)
-        # Each store draws by a seed of its own.
+        # Each store draws with a seed of its own.
         drawn = [
             iter(part.windows(seed ^ (index + 1) << 40, step, int((chosen == index).sum()), latents))
             for index, part in enumerate(self.parts)

@@ -1,4 +1,4 @@
-"""Data sets of the paper by name: where they are, what may be done with them, and how they are fetched."""
+"""The paper's data sets by name: where they are hosted, their licences, and how they are fetched."""
 
 import base64
 import json
@@ -19,24 +19,24 @@ from perceiver_ar.store import check_new
 from perceiver_ar.strict import unknown
 
 AT_ONCE = 8
-"""Files that are fetched at the same time."""
+"""Files fetched at the same time."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Archives, which are unpacked, or a list of files."""
+    """A data set: archives to be unpacked, or a list of files."""
 
     about: str
     licence: str
     prepare: str
-    """How a store is made of it."""
+    """The command that makes a store of it."""
     files: Callable[[Path], list[File]]
-    """Lists them, given a folder to work in."""
+    """Lists the files to fetch, given a scratch folder."""
     archives: bool = True
     flat: bool = False
-    """Put all that the archives hold in one folder."""
+    """Whether all files of the archives go into one folder."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """Other names of files, which say which split each is."""
+    """New names of files, which tell their splits."""
 
 
 def _archive(url: str, size: int, sha256: str) -> File:
@@ -59,7 +59,7 @@ BOOKS = "https://storage.googleapis.com/storage/v1/b/deepmind-gutenberg/o"
 
 
 def _books(scratch: Path) -> list[File]:
-    """Every book of PG-19, with the checksums that its bucket gives."""
+    """All books of PG-19, with the checksums that the bucket reports."""
     try:
         found = [file for split in SPLITS for file in _listed(f"{split}/", scratch)]
     except (KeyError, TypeError, json.JSONDecodeError):
@@ -70,7 +70,7 @@ def _books(scratch: Path) -> list[File]:
 
 
 def _listed(prefix: str, scratch: Path) -> Iterator[File]:
-    """The files whose names begin like this, from a list that comes page by page."""
+    """The files with this prefix, from the bucket's paginated listing."""
     page: str | None = ""
     while page is not None:
         query = urllib.parse.urlencode({"prefix": prefix, "pageToken": page} if page else {"prefix": prefix})
@@ -160,7 +160,7 @@ DATASETS = {
 
 
 def download(name: str, folder: Path) -> Path:
-    """Fetches a data set into a new folder, which is there once all of it is."""
+    """Fetches a data set into a new folder, which exists once it is complete."""
     if name not in DATASETS:
         raise ValueError(unknown("data set", name, sorted(DATASETS)))
     check_new(folder)
@@ -171,7 +171,7 @@ def download(name: str, folder: Path) -> Path:
     with locked(work / "lock", f"another download works in {work} already."):
         files = dataset.files(work)
         size = sum(file.size for file in files)
-        _check_room(work, size * (2.2 if dataset.archives else 1))  # archives are unpacked beside themselves
+        _check_room(work, size * (2.2 if dataset.archives else 1))  # archives stay while they are unpacked
         print(f"Downloading {size / 1e6:,.0f} MB in {len(files):,} files for {folder}", file=sys.stderr)
         _fetch_all(files, work / "files", size)
         whole = _unpack_all(files, work, dataset) if dataset.archives else work / "files"
@@ -189,11 +189,11 @@ def _check_room(work: Path, size: float) -> None:
 
 
 class _Stop(Exception):
-    """Ends a thread."""
+    """Raised in a thread to end its download."""
 
 
 def _fetch_all(files: list[File], folder: Path, size: int) -> None:
-    """Fetches several at a time; the first that fails, and Ctrl-C, end all."""
+    """Fetches several files at a time; the first failure, or Ctrl-C, ends all downloads."""
     done, lock, stopping = 0, threading.Lock(), threading.Event()
 
     def progress(count: int) -> None:
@@ -215,7 +215,7 @@ def _fetch_all(files: list[File], folder: Path, size: int) -> None:
 
 
 def _unpack_all(files: list[File], work: Path, dataset: Dataset) -> Path:
-    """What the archives hold, in a folder that no attempt before has left half full."""
+    """Unpacks all archives into a folder, after removing what an earlier attempt left."""
     unpacked = work / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
     for file in files:

@@ -1,7 +1,7 @@
-"""Ranks: the processes that torchrun starts for one run, and what they do together.
+"""Ranks: the processes that torchrun starts for one run, and how they communicate.
 
-Models know nothing of this. Every rank makes the whole batch of a step and takes its rows of it; as
-what is dropped of an example follows from the example alone, any number of ranks computes the same.
+Every rank makes the whole batch of a step and takes its own rows. The dropout of an example depends
+only on the seed of that example, so any number of ranks computes the same.
 """
 
 import ctypes
@@ -33,44 +33,44 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run, of which this is one; by default the only one."""
+    """A process group as seen from this process; by default, this process alone."""
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    """By which they talk; by default all processes do."""
+    """The torch process group; None: the default group of all processes."""
     patience: timedelta | None = None
-    """How long one waits for the others."""
+    """Timeout of process groups that are made from this one."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is the one that writes and reports."""
+        """Whether this is rank 0, which writes and reports."""
         return self.rank == 0
 
     def rows(self, count: int) -> slice:
-        """This rank's of so many rows, which a few ranks may have one more of."""
+        """This rank's slice of `count` rows; if they do not divide evenly, the first ranks have one more."""
         each, more = divmod(count, self.size)
         first = self.rank * each + min(self.rank, more)
         return slice(first, first + each + (self.rank < more))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over all ranks, in place."""
+        """Sums over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
     def max(self, x: Tensor) -> Tensor:
-        """Over all ranks, in place."""
+        """Takes the maximum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on some rank; all must ask."""
+        """Whether `here` is true on any rank; a collective call."""
         return bool(self.sum(torch.tensor(int(here))))
 
     def gather(self, here: Result) -> list[Result]:
-        """What each rank has, to all of them."""
+        """Collects the value of every rank, on every rank."""
         if self.size == 1:
             return [here]
         found: list[Any] = [None] * self.size
@@ -78,11 +78,11 @@ class Ranks:
         return found
 
     def aside(self) -> Any:
-        """Another way to talk, for a thread beside the training."""
+        """Another group of the same processes, for a thread that runs alongside training."""
         return dist.new_group(backend="gloo", timeout=self.patience) if self.size > 1 else None
 
     def split(self, each: int) -> tuple["Ranks", "Ranks"]:
-        """Those with other rows of a batch, and those, in a row, that share the rows of this one."""
+        """Groups of ranks: those with different rows of a batch, and the `each` that share the same rows."""
         if self.size % each:
             raise ValueError(f"context_parallel, {each}, must divide the number of processes, {self.size}.")
         if each == 1:
@@ -97,7 +97,7 @@ class Ranks:
         )
 
     def first(self, work: Callable[[], Result]) -> Result:
-        """What the first rank finds, while the others wait; where it fails, all do."""
+        """Runs `work` on rank 0 only; every rank returns its result, or raises its error."""
         if self.size == 1:
             return work()
         found: list[Any] = [None, None]
@@ -113,7 +113,7 @@ class Ranks:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The same, or the same words where it cannot be told to other processes."""
+    """The error itself if it can be pickled, otherwise a RuntimeError with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -124,10 +124,10 @@ def _sendable(error: Exception) -> Exception:
 def spread(
     model: Decoder, device: torch.device, ranks: Ranks, mode: Parallel, sent: torch.dtype | None
 ) -> nn.Module:
-    """Puts a model on this rank's device, or its part of it; what is then called in training.
+    """Puts a model, or this rank's shard of it, on the device; returns the module to call in training.
 
-    The gradients of all ranks are averaged. sent: how precise the blocks' weights and gradients are when
-    parts are put together; by default as they are.
+    Gradients are averaged over the ranks. sent: dtype in which FSDP sends the blocks' weights and
+    gradients; None: their own.
     """
     if ranks.size == 1:
         return model.to(device)
@@ -145,16 +145,16 @@ def spread(
 def shard(
     model: Decoder, device: torch.device, shape: tuple[int, ...], sent: torch.dtype | None
 ) -> nn.Module:
-    """Leaves each rank its part of the weights. shape: of all ranks, by machines if there are two numbers."""
+    """Shards a model by FSDP. shape: of the mesh, (ranks,) or (machines, ranks of each)."""
     # These take a second to import.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("machines", "within")[-len(shape) :])
-    # Latents stay as precise as they are: only weights, and what is sent, are rounded.
+    # Latents keep their precision: only weights, and what is sent, are rounded.
     policy = MixedPrecisionPolicy(sent, sent, cast_forward_inputs=False)
-    # Block by block, so that no device ever holds all of it. What is outside of the blocks is given back
-    # after each pass too, or an evaluation would leave it whole.
+    # Block by block, so that no device ever holds the whole model. Parameters outside the blocks are
+    # resharded after each forward pass too, or an evaluation would leave them gathered.
     for module in model.modules():
         if isinstance(module, Block | RelativeBlock):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -166,7 +166,7 @@ def shard(
 
 @contextmanager
 def alone(module: nn.Module, wanted: bool) -> Generator[None]:
-    """While gradients of one batch are summed up, ranks need not talk before the last piece."""
+    """Skips gradient synchronisation if wanted: only the last micro-batch of a step needs it."""
     set_sync: Any = getattr(module, "set_requires_gradient_sync", None)  # of fully_shard
     if set_sync is not None:
         set_sync(not wanted)
@@ -175,17 +175,17 @@ def alone(module: nn.Module, wanted: bool) -> Generator[None]:
 
 
 def whole_here(x: Tensor) -> bool:
-    """Whether a tensor is no rank's part of one."""
+    """Whether a tensor is complete on this rank, not sharded."""
     return not hasattr(x, "full_tensor")
 
 
 def whole(x: Any) -> Tensor:
-    """All of a tensor of which each rank may have a part; all ranks must ask."""
+    """Gathers a tensor if it is sharded; a collective call."""
     return x if whole_here(x) else x.full_tensor()
 
 
 def as_parts(x: Tensor, like: Any) -> Tensor:
-    """The reverse of whole: this rank's part, where another tensor is in parts; all ranks must ask."""
+    """The inverse of whole: shards x as `like` is sharded; a collective call."""
     if whole_here(like):
         return x
     from torch.distributed.tensor import distribute_tensor
@@ -194,21 +194,21 @@ def as_parts(x: Tensor, like: Any) -> Tensor:
 
 
 def launch() -> str | None:
-    """What tells one start of torchrun from every other; it stays the same when processes start again."""
+    """An id of this launch of torchrun, which stays the same when it restarts its processes."""
     above = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents  # LAUNCH/attempt_0/RANK/error.json
     return above[2].name if len(above) > 2 else None
 
 
 def restarts() -> tuple[int, int]:
-    """How often torchrun started this again, after some process died, and how often it would."""
+    """How often torchrun has restarted the processes after a failure, and how often it may."""
     done, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return int(done), int(most)
 
 
 def join(device: str, minutes: float = 10) -> tuple[Ranks, torch.device]:
-    """The ranks, and this one's device. minutes: how long to wait for one that does not answer.
+    """Joins the process group, if there is one; returns the ranks and this one's device.
 
-    It may be called again: processes that have joined stay so until they `leave`.
+    minutes: timeout of communication. May be called again: a process stays joined until it calls `leave`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
@@ -222,7 +222,7 @@ def join(device: str, minutes: float = 10) -> tuple[Ranks, torch.device]:
         die_with_launcher()
         backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
         longest = timedelta(minutes=minutes)
-        # Torchrun's store is there before any rank is; others' comes with the first rank.
+        # torchrun's store exists before any rank does; with other launchers, rank 0 creates it.
         first = longest if launch() is None else timedelta(seconds=5)
         try:
             store, rank, size = next(dist.rendezvous("env://", timeout=first))
@@ -236,17 +236,17 @@ def join(device: str, minutes: float = 10) -> tuple[Ranks, torch.device]:
 
 
 def die_with_launcher() -> None:
-    """When what started a process dies, Linux sends it SIGTERM: one that trains saves and leaves."""
+    """Has Linux send this process SIGTERM when its parent dies; training then saves and exits."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def meet(store: Any, rank: int, size: int, longest: timedelta) -> str:
-    """A name that only the ranks of this attempt know, for what they tell each other.
+    """Agrees on a prefix for keys in the store that only the ranks of this attempt know.
 
-    In torchrun's store the addresses of those that died still stand, and how often it began again is not
-    the same on all machines. So each rank says hello by a number of its own, and the first answers that
-    one, not those of the dead, until all have heard it.
+    torchrun's store still holds the addresses of ranks that died, and the restart count differs between
+    machines. So each rank registers under a fresh id, and rank 0 replies to the registered ids until
+    every rank has confirmed that it got the prefix.
     """
     me = uuid.uuid4().hex
     if rank > 0:
@@ -267,11 +267,11 @@ def meet(store: Any, rank: int, size: int, longest: timedelta) -> str:
 
 
 def joined() -> bool:
-    """Whether this is one of several processes that talk."""
+    """Whether this process has joined a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def leave() -> None:
-    """Ends what `join` began, once all went well: after a failure, others may wait for each other."""
+    """Destroys the process group. Only for success: after a failure, ranks may still wait for each other."""
     if joined():
         dist.destroy_process_group()

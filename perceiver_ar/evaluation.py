@@ -1,7 +1,7 @@
 """Strided evaluation: every token of every document is scored exactly once.
 
-Windows of up to M inputs end S targets apart, and each scores the S targets that no window before
-it did (appendix G). Losses are sums and counts until the very end.
+Windows of up to M inputs end S targets apart, and each scores the S targets that no earlier window
+did (appendix G). Losses are kept as sums and counts until the very end.
 """
 
 import functools
@@ -27,7 +27,7 @@ from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens, Window
 
 LATENTS, INPUTS, LOGITS = 2**14, 2**20, 2**28
-"""The most that a batch has of each where its size is not given: enough to keep a GPU busy."""
+"""The most of each in a batch whose size is not given: enough to keep a GPU busy."""
 _BOUNDS = 512 << np.arange(40)
 Item = TypeVar("Item")
 
@@ -36,23 +36,22 @@ class Part(NamedTuple):
     """Places in a document that are scored together."""
 
     document: int
-    """Number of the document among those that are scored."""
+    """Index of the document among those that are scored."""
     places: range
 
 
 @dataclass
 class Totals:
-    """Sums and counts of what was scored."""
+    """Sums and counts over all scored tokens."""
 
     nats: float = 0.0
     tokens: int = 0
     right: int | None = 0
     by_position: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Nats and count of the targets below each place in the document, 512, 1,024, 2,048 ..., and not below
-    the one before."""
+    """Nats and count of targets by place in the document; keys are upper bounds: 512, 1,024, 2,048 ..."""
 
     def add(self, nats: Tensor, right: Tensor | None, places: Sequence[range]) -> None:
-        """A batch: nats and hits (B, N), of which the last few of each row lie at these places."""
+        """Adds a batch: nats and hits (B, N), where the last columns of each row are those of its places."""
         self.right = None if right is None or self.right is None else self.right + int(right.sum())
         for row, where in zip(nats.double().cpu().numpy(), places, strict=True):
             scored = row[len(row) - len(where) :]
@@ -65,7 +64,7 @@ class Totals:
                 self.by_position[int(_BOUNDS[bound])] = total + float(inside.sum()), count + len(inside)
 
     def merged(self, other: "Totals") -> "Totals":
-        """The totals of both together."""
+        """The sum of both."""
         right = None if self.right is None or other.right is None else self.right + other.right
         places = dict(self.by_position)
         for bound, (nats, count) in other.by_position.items():
@@ -74,7 +73,7 @@ class Totals:
         return Totals(self.nats + other.nats, self.tokens + other.tokens, right, places)
 
     def report(self, task: Task, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Means: nats and bits a token, what the task makes of them, and nats by position."""
+        """Mean nats and bits per token, the task's own measures, and nats by position."""
         mean = self.nats / self.tokens
         report: dict[str, Any] = {"tokens": self.tokens, "nats": mean, "bits": mean / math.log(2)}
         report |= task.report(self.nats, self.tokens, counts)
@@ -101,9 +100,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Scores documents and reports the means.
 
-    latents and context, the most inputs of a window, default to the model's; stride to half the latents;
-    batch_size to as many windows as have LATENTS, INPUTS and LOGITS together, or to 8 documents read on.
-    Several ranks share the windows, and all report on all of them; progress is called in step.
+    latents and context (the most inputs of a window) default to the model's, stride to half the latents,
+    and batch_size to as many windows as LATENTS, INPUTS and LOGITS allow, or to 8 documents in segments.
+    Windows are distributed over the ranks, which all return the same report; progress, called with the
+    number of scored tokens and their total, is called equally often on every rank.
     """
     ranks, totals = ranks or Ranks(), Totals()
     windowing = Windowing.of(model, latents=latents, stride=stride, context=context, batch_size=batch_size)
@@ -122,14 +122,14 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Windowing:
-    """How documents are cut into windows, and how many of these are scored at once."""
+    """How documents are cut into windows, and how many windows are scored at once."""
 
     latents: int
     stride: int
     context: int
     batch_size: int
     reads_on: bool
-    """Segments instead, each with the memory of all before it: Transformer-XL without a stride."""
+    """Read documents in consecutive segments with memory: Transformer-XL without stride and context."""
 
     @classmethod
     def of(
@@ -141,11 +141,11 @@ class Windowing:
         context: int | None = None,
         batch_size: int | None = None,
     ) -> Self:
-        """As asked, if the model can do that; the rest by the defaults of `evaluate`."""
+        """The settings as given, checked against the model, with the defaults of `evaluate`."""
         config: Any = model.config
         reads_on = isinstance(model, TransformerXL) and stride is context is None
         latents = config.check_latents(latents)
-        if context is not None:  # which may be shorter than what is usual
+        if context is not None:  # which may be shorter than the latents
             latents = min(latents, max(1, context))
         stride = max(1, latents // 2) if stride is None else stride
         if not 1 <= stride <= latents:
@@ -168,9 +168,9 @@ def score(
     windowing: Windowing,
     ranks: Ranks | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None, list[Part]]]:
-    """Batches of nats and hits (B, N), 0 but in its last columns, and the part that each row scores.
+    """Yields batches of nats and hits (B, N), 0 except in their last columns, and the part of each row.
 
-    Ranks have different batches, but as many: some without parts, which count for nothing.
+    Ranks have different batches, but equally many: some have no parts, and must not be counted.
     """
     batches = _in_segments if windowing.reads_on else _in_windows
     training, before = model.training, None
@@ -188,13 +188,13 @@ def score(
 
 
 Scored = Iterator[tuple[Scores, list[Part]]]
-"""Batches, and for each row the part of a document that its last few columns score."""
+"""Batches, and for each row the part of a document that its last columns score."""
 
 
 def _in_windows(
     model: nn.Module, task: Task, documents: Iterable[Document], windowing: Windowing, ranks: Ranks
 ) -> Scored:
-    """Scores each window for itself."""
+    """Scores windows independently of one another."""
     device = next(model.parameters()).device
     found = (
         (window, Part(number, places))
@@ -213,14 +213,14 @@ def _in_windows(
 def _in_segments(
     model: nn.Module, task: Task, documents: Iterable[Document], windowing: Windowing, ranks: Ranks
 ) -> Scored:
-    """Scores a few documents side by side, which end together, in segments with the memory so far."""
+    """Scores a batch of documents, aligned at their ends, in consecutive segments with memory."""
     assert isinstance(model, TransformerXL)
     device, segment = next(model.parameters()).device, windowing.latents
     scored = (pair for pair in enumerate(documents) if pair[1].first < pair[1].stop)
     for chunk, here in _dealt(scored, windowing.batch_size, ranks):
         wholes = [Window(d.tokens[: d.stop], 0, d.stop - d.first) for _, d in here or chunk[:1]]
         batch = collate(wholes, max(len(w.tokens) for w in wholes), task)
-        inputs, longest = batch.inputs.shape[1], max(d.stop for _, d in chunk) - 1  # here, and of all ranks
+        inputs, longest = batch.inputs.shape[1], max(d.stop for _, d in chunk) - 1  # here, and on any rank
         shown = None if batch.lengths is None else real(batch.inputs, batch.lengths)
         past, begin = None, 0
         for end in range(inputs % segment or segment, inputs + 1, segment):
@@ -244,21 +244,21 @@ def _in_segments(
 
 
 def _dealt(items: Iterator[Item], each: int, ranks: Ranks) -> Iterator[tuple[list[Item], list[Item]]]:
-    """The next items of all ranks together, and those of this rank: at the end perhaps none.
+    """The next items of all ranks together, and those of this rank, which at the end may be none.
 
-    Even then it must call the model, as often as they do: they may need its part of the weights.
+    Even then it must call the model as often as the others, which may need its shard of the weights.
     """
     while chunk := list(islice(items, each * ranks.size)):
         yield chunk, chunk[ranks.rank * each : (ranks.rank + 1) * each]
 
 
 def _quietly() -> Any:
-    """Computes without gradients; weights that ranks gather must stay of use to training."""
+    """Disables gradients; not by inference mode where ranks gather weights, which must remain trainable."""
     return torch.no_grad() if joined() else torch.inference_mode()
 
 
 class _Fetched:
-    """Results on their way from a GPU, which goes on with the next batch while these are looked at."""
+    """Results on their way from a GPU, which computes the next batch while these are processed."""
 
     def __init__(self, nats: Tensor, right: Tensor | None) -> None:
         ahead = nats.is_cuda
@@ -283,7 +283,7 @@ def windows(document: Document, context: int, stride: int) -> Iterator[tuple[Win
 
 
 def predict(model: nn.Module, task: Task, document: Document, count: int) -> tuple[Tokens, Tokens]:
-    """The last scored tokens of a document, and the likeliest in their places."""
+    """The last scored tokens of a document, and the most likely ones in their places."""
     config: Any = model.config
     count = min(count, config.latents, document.stop - document.first)
     begin = max(0, document.stop - 1 - config.context)
@@ -297,7 +297,7 @@ def predict(model: nn.Module, task: Task, document: Document, count: int) -> tup
 
 
 class Documents(Sequence[Document]):
-    """The documents of a split, of one store or several, scored from the token after the first on."""
+    """The documents of a split of one or several stores, scored from their second token on."""
 
     def __init__(self, splits: Sequence[Split]) -> None:
         self.splits = splits
@@ -305,7 +305,7 @@ class Documents(Sequence[Document]):
 
     @property
     def targets(self) -> int:
-        """How many tokens are scored, without reading them."""
+        """Number of scored tokens, found without reading them."""
         return sum(int((split.lengths() - 1).clip(min=0).sum()) for split in self.splits)
 
     def __len__(self) -> int:

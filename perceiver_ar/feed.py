@@ -1,4 +1,4 @@
-"""Batches made ahead of time, in a thread."""
+"""Batches prefetched by a thread."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from perceiver_ar.data import Batch
 
 
 class Feed:
-    """Makes batches ahead of time in a thread, and counts the seconds that were waited for them."""
+    """Makes batches ahead of time in a thread, and measures the seconds spent waiting for them."""
 
     def __init__(self, make: Callable[[int], Batch], start: int, stop: int, ahead: int = 3) -> None:
         self.make, self.stop, self.ahead, self.waited = make, stop, ahead, 0.0
@@ -30,12 +30,12 @@ class Feed:
         return batch
 
     def take_waited(self) -> float:
-        """Seconds waited since this was last asked."""
+        """Seconds spent waiting since the last call."""
         waited, self.waited = self.waited, 0.0
         return waited
 
     def restart(self, step: int) -> None:
-        """Makes the batches from this step on again, since the examples changed."""
+        """Makes the batches from this step on anew, after the examples have changed."""
         for future in self.pending.values():
             if not future.cancel():
                 future.exception()  # waits for the one being made

@@ -1,4 +1,4 @@
-"""Files from the web: resumed where they broke off, checked, and never taken for whole before that."""
+"""Downloads: resumed where they broke off, and given their name only once they are verified."""
 
 import hashlib
 import http.client
@@ -14,41 +14,41 @@ from pathlib import Path
 
 CHUNK = 1 << 20
 TIMEOUT = 60.0
-"""Seconds without a single byte after which a connection is given up."""
+"""Seconds without any data after which a connection is abandoned."""
 TRIES = 5
-"""Attempts in a row that bring nothing."""
+"""Consecutive attempts without progress before giving up."""
 PAUSE = 1.0
-"""Seconds before the second attempt; each further one waits twice as long."""
+"""Seconds before a retry; doubled with each further attempt without progress."""
 
 Progress = Callable[[int], None]
-"""Told of so many more bytes."""
+"""Called with the number of additional bytes; negative if some are discarded."""
 
 
 @dataclass(frozen=True)
 class File:
-    """Something to fetch."""
+    """A file to fetch."""
 
     url: str
     name: str
-    """Path in the folder that it goes to."""
+    """Path relative to the target folder."""
     size: int
-    """Bytes, roughly: what is there is told by the server, and checked by the digest."""
+    """Approximate bytes, for progress and disk space; completeness is verified by the digest."""
     digest: str
-    """Kind and hexadecimal value, such as sha256:70470e..."""
+    """Algorithm and hexadecimal value, such as sha256:70470e..."""
 
 
 def fetch(file: File, folder: Path, progress: Progress = lambda count: None) -> Path:
-    """The file in the folder; what a broken attempt left there is gone on from."""
+    """Fetches and verifies a file, resuming an earlier attempt; returns its path."""
     path = folder / file.name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{file.url} would be written to {path}, which is not where it belongs.")
-    if path.exists():  # only what was checked has that name
+    if path.exists():  # only verified files have that name
         progress(file.size)
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     progress(_size(part))
-    for _ in range(2 if part.exists() else 1):  # what was gone on from may be of another version
+    for _ in range(2 if part.exists() else 1):  # a resumed part may be of another version
         _complete(file.url, part, progress)
         if _digest(part, file.digest.partition(":")[0]) == file.digest:
             part.rename(path)
@@ -59,7 +59,7 @@ def fetch(file: File, folder: Path, progress: Progress = lambda count: None) -> 
 
 
 def read(url: str, scratch: Path) -> bytes:
-    """What an address answers, by way of a file."""
+    """Returns the content of a URL, by way of a scratch file."""
     scratch.unlink(missing_ok=True)
     _complete(url, scratch, lambda count: None)
     content = scratch.read_bytes()
@@ -68,7 +68,7 @@ def read(url: str, scratch: Path) -> bytes:
 
 
 def _complete(url: str, part: Path, progress: Progress) -> None:
-    """Asks for what is missing until it is there."""
+    """Sends requests until the file is complete."""
     failed, most, reason = 0, _size(part), "it ends too early"
     while failed < TRIES:
         try:
@@ -91,13 +91,13 @@ _BROKEN = urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError, ht
 
 
 def _append(url: str, part: Path, progress: Progress) -> bool:
-    """One request for the rest; whether all is there. What came before is only ever added to."""
+    """Requests the missing rest; returns whether the file is complete. The part never gets shorter."""
     start = _size(part)
     asked = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         answer = urllib.request.urlopen(asked, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if start and error.code == 416:  # there is no more
+        if start and error.code == 416:  # nothing is missing
             return True
         raise
     with answer:
@@ -111,7 +111,7 @@ def _append(url: str, part: Path, progress: Progress) -> bool:
 
 
 def _begin_again(answer: http.client.HTTPResponse, part: Path, progress: Progress) -> bool:
-    """From a server that knows no parts: what it sends counts once it is more than there was."""
+    """For a server without range requests: the new download replaces the old once it is as long."""
     had, fresh = _size(part), part.with_name(f"{part.name}.new")
     fresh.unlink(missing_ok=True)
     progress(-had)
@@ -126,7 +126,7 @@ def _begin_again(answer: http.client.HTTPResponse, part: Path, progress: Progres
 
 
 def _save(answer: http.client.HTTPResponse, path: Path, progress: Progress) -> bool:
-    """Adds the body to a file as it comes; whether it came to its end."""
+    """Appends the body to a file as it arrives; returns whether all of it did."""
     had, length = _size(path), answer.headers["Content-Length"]
     with path.open("ab") as out:
         while chunk := answer.read1(CHUNK):
@@ -145,7 +145,7 @@ def _digest(path: Path, kind: str) -> str:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """What a .zip or .tar holds; one with paths that lead out of the folder is refused."""
+    """Unpacks a .zip or .tar file; refuses one with paths that lead out of the folder."""
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as opened:
@@ -155,5 +155,5 @@ def unpack(archive: Path, folder: Path) -> None:
                 opened.extractall(folder)
         else:
             shutil.unpack_archive(archive, folder, filter="data")
-    except Exception as error:  # of every kind, on damaged archives
+    except Exception as error:  # of any kind, on damaged archives
         raise ValueError(f"{archive} is not an archive that can be unpacked: {error}") from None

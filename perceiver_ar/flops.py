@@ -1,10 +1,10 @@
-"""How much arithmetic a model is."""
+"""Counts the floating-point operations of a model."""
 
 from perceiver_ar.config import AnyModelConfig, ModelConfig, TransformerConfig
 
 
 def forward_flops(config: AnyModelConfig) -> float:
-    """Operations of one sequence: every matrix product of the plain model over the inputs that are kept.
+    """FLOPs of one sequence: all matrix products of the plain model, over the inputs that dropout keeps.
 
     Work that a fast path saves is counted all the same.
     """
@@ -15,7 +15,7 @@ def forward_flops(config: AnyModelConfig) -> float:
         wide = config.input_width
         dropped = config.cross_dropout if config.cross_dropout_scope != "latents" else 0.0
         inputs = latents + round((config.context - latents) * (1 - dropped))
-        mapped = 3 * latents * width * wide  # the queries' inputs, queries, output
+        mapped = 3 * latents * width * wide  # inputs to latents, queries, output
         cross = 2 * inputs * wide**2 + mapped + 8 * latents * width**2
         seen = attention_flops(latents, inputs, wide) + config.layers * attention_flops(
             latents, latents, width
@@ -25,7 +25,7 @@ def forward_flops(config: AnyModelConfig) -> float:
         return 2 * (config.layers * inside + logits) + config.layers * attention_flops(
             latents, latents, width
         )
-    # Keys and values of the memory too, and of all distances; the scores of the latter are not causal.
+    # Keys and values of the memory, too, and keys of all distances, whose scores are not causal.
     keys = latents + config.memory
     more = 2 * config.memory * width**2 + keys * width**2 + latents * keys * width
     return 2 * (config.layers * (inside + more) + logits) + config.layers * attention_flops(
@@ -34,5 +34,5 @@ def forward_flops(config: AnyModelConfig) -> float:
 
 
 def attention_flops(queries: int, keys: int, width: int) -> float:
-    """Operations of one causal attention: scores and weighted sums over the keys that each query sees."""
+    """FLOPs of one causal attention: scores and weighted sums over the keys that each query sees."""
     return 4 * queries * (keys - (queries - 1) / 2) * width

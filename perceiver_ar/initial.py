@@ -14,13 +14,13 @@ MAY_DIFFER_FROM_INIT = {
     *("context", "latents", "residual_dropout", "latent_dropout", "cross_dropout", "cross_dropout_scope"),
     *("segment", "memory", "evaluation_memory", "memory_dropout", "checkpoint_activations", "max_wavelength"),
 }
-"""Settings of a model in which it may differ from the one that it starts from."""
+"""Model settings that may differ from those of the initial model."""
 
 
 def start_from(
     origin: Origin, experiment: Experiment, source: Source
 ) -> tuple[Experiment, dict[str, Tensor] | None]:
-    """The experiment with what the trained model fixes, and that model's weights, if they are needed."""
+    """The experiment with what the initial model fixes, and the initial weights, if they are needed."""
     if origin.init is None:
         return experiment, None
     if origin.begun is not None:
@@ -37,7 +37,7 @@ def start_from(
 
 
 def fit(trained: AnyModelConfig, wanted: AnyModelConfig, name: str) -> AnyModelConfig:
-    """The wanted config, if the trained weights can serve it; a longer context keeps their wavelengths."""
+    """The wanted config, if the trained weights fit it; by default it keeps their wavelengths."""
     if type(trained) is not type(wanted):
         raise ValueError(f"{name} is a model of another kind than the preset's: choose a preset of its kind.")
     for key, value in trained.to_dict().items():

@@ -1,4 +1,4 @@
-"""A run that is going on: what stays the same from step to step, and what changes."""
+"""A training run in progress: Job is fixed, State changes from step to step."""
 
 import math
 import os
@@ -26,7 +26,7 @@ from perceiver_ar.windows import Examples
 
 @dataclass(frozen=True)
 class Job:
-    """All that stays the same from step to step."""
+    """Everything that stays fixed during training."""
 
     experiment: Experiment
     source: Source
@@ -35,12 +35,12 @@ class Job:
     device: torch.device
     metrics: Metrics
     received: list[int]
-    """Signals that ask the run to stop."""
+    """Stop signals received so far."""
     ranks: Ranks
     keeper: Keeper
     watch: Watch
     launcher: int
-    """The process that started this one."""
+    """Process id of the parent at the start."""
 
     @property
     def config(self) -> TrainConfig:
@@ -50,53 +50,53 @@ class Job:
         return every > 0 and step > 0 and (step % every == 0 or step == self.config.steps)
 
     def asked(self) -> bool:
-        """Whether this rank is asked to stop, by a signal or by torchrun's death."""
+        """Whether this rank should stop, because of a signal or because torchrun has died."""
         if launch() is not None and os.getppid() != self.launcher:
             self.received.append(signal.SIGTERM)
         return bool(self.received)
 
     def go_on(self, step: int) -> None:
-        """Tells the watch that this rank goes on. One alone stops here if asked; several, after each step."""
+        """Reports progress to the watch. A single process may stop here; several stop only after a step."""
         self.watch.beat(step)
         if self.ranks.size == 1 and self.asked():
             raise Interrupted
 
     def go_on_together(self, step: int) -> None:
-        """The same where all ranks are at one place: all of them stop if one is asked to."""
+        """The same as a collective call: all ranks stop if any of them was asked to."""
         self.watch.beat(step)
         if self.ranks.any(self.asked()):
             raise Interrupted
 
 
 class Interrupted(Exception):
-    """A signal came in the middle of a step or an evaluation, which is given up."""
+    """Training was asked to stop; a step or evaluation in progress is abandoned."""
 
 
 class NotFinite(ValueError):
-    """A loss or a gradient that is no number, which all ranks find alike."""
+    """The loss or the gradient norm is not finite, which all ranks detect alike."""
 
 
 @dataclass
 class State:
-    """All that changes from step to step."""
+    """Everything that changes from step to step."""
 
     model: Decoder
     spread: nn.Module
-    """What is called: the model, on all ranks."""
+    """The model as called in training: wrapped or sharded if there are several ranks."""
     optimizer: torch.optim.Optimizer
     average: list[Tensor]
     examples: Examples
     micro: int
     others: Ranks
-    """This rank, and those that have other rows of a batch."""
+    """The group of ranks that have different rows of the batch, including this one."""
     step: int = 0
     kept: int = 0
-    """Step of the newest checkpoint, which may still be being written."""
+    """Step of the newest checkpoint, whose writing may still be in progress."""
     evaluated: int = 0
     """Step of the last evaluation."""
     best: float = math.inf
     worse: int = 0
-    """How many evaluations there were since the best."""
+    """Number of evaluations since the best."""
 
     def checkpoint(self) -> Checkpoint:
         numbers = {key: getattr(self, key) for key in ("step", "micro", "evaluated", "worse")}
@@ -109,7 +109,7 @@ class State:
         saved = read_sealed(place / STATE)
         for key in ("step", "evaluated", "worse"):
             setattr(self, key, saved[key])
-        if self.others.size == saved.get("ranks", 1):  # else each has other rows, in pieces of another size
+        if self.others.size == saved.get("ranks", 1):  # otherwise ranks have other numbers of rows
             self.micro = min(self.micro, saved["micro"])
         self.kept = self.step
         self.best = math.inf if saved["best"] is None else saved["best"]
@@ -164,6 +164,6 @@ def make_state(
 
 
 def sent_as(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """What sharded weights and gradients are rounded to, if they are: what a GPU computes in."""
+    """Dtype in which FSDP sends weights and gradients: what a GPU computes in, or None for no rounding."""
     rounded = device.type == "cuda" and config.precision != "float32"
     return dtype_for(config.precision, device) if rounded else None

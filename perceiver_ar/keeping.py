@@ -1,4 +1,4 @@
-"""What is kept of a run: checkpoints, and the model, the best one where evaluations say which that is."""
+"""Saving a run: checkpoints, and the model (the best one, if there are evaluations)."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from perceiver_ar.run import export
 
 
 def evaluate_step(job: Job, run: State) -> None:
-    """Evaluates on the validation split, and keeps the best model."""
+    """Evaluates on the validation split, and writes the model if it is the best so far."""
     task, documents = job.source.task, job.source.documents("validation")
     with averaged(run):
         report = evaluate(
@@ -30,7 +30,7 @@ def evaluate_step(job: Job, run: State) -> None:
     means = {key: value for key, value in report.items() if key != "by_position"}
     words = "  ".join(f"{key} {means[key]:.4f}" for key in ("nats", "accuracy") if key in means)
     run.evaluated, run.worse = run.step, run.worse + 1
-    if job.ranks.first(lambda: report["nats"] < run.best):  # those that share inputs may differ in a bit
+    if job.ranks.first(lambda: report["nats"] < run.best):  # ranks that share inputs may differ in a bit
         with unless_full(job, run.step):
             write_model(job, run)
             run.best, run.worse = report["nats"], 0
@@ -43,7 +43,7 @@ def evaluate_step(job: Job, run: State) -> None:
 
 
 def write_model(job: Job, run: State) -> None:
-    """Writes model/, with the average of the weights if there is one, put together on the first rank."""
+    """Gathers the weights, or their average if there is one, on rank 0 and writes model/."""
     names = [name for name, _ in run.model.named_parameters()]
     weights: dict[str, Tensor] = {}
     for name, x in zip(names, run.average or run.model.parameters(), strict=True):
@@ -62,7 +62,7 @@ def write_model(job: Job, run: State) -> None:
 
 @contextmanager
 def averaged(run: State) -> Generator[None]:
-    """Puts the average of the weights into the model for a while, if there is one."""
+    """Temporarily replaces the weights by their moving average, if there is one."""
     if not run.average:
         yield
         return
@@ -78,7 +78,7 @@ def averaged(run: State) -> Generator[None]:
 
 
 def keep(job: Job, run: State) -> None:
-    """Writes the model, unless evaluations choose the best, and then a checkpoint."""
+    """Writes the model, unless evaluations select the best, and starts writing a checkpoint."""
     finish_keeping(job, run)
     with unless_full(job, run.step):
         if not job.config.evaluate_every:
@@ -89,7 +89,7 @@ def keep(job: Job, run: State) -> None:
 
 
 def finish_keeping(job: Job, run: State) -> None:
-    """Waits for the checkpoint that is being written, if there is one."""
+    """Waits until the checkpoint being written, if any, is complete."""
     step = job.keeper.writing
     with unless_full(job, step):
         job.keeper.wait()
@@ -98,7 +98,7 @@ def finish_keeping(job: Job, run: State) -> None:
 
 
 def keep_last(job: Job, run: State) -> None:
-    """Sees to it that this step is kept, and written."""
+    """Makes sure that a checkpoint of the current step is complete."""
     finish_keeping(job, run)
     if run.kept < run.step:
         keep(job, run)
@@ -107,7 +107,7 @@ def keep_last(job: Job, run: State) -> None:
 
 @contextmanager
 def unless_full(job: Job, step: int) -> Generator[None]:
-    """On a full disk training goes on, and what was written before stays; but it cannot end so."""
+    """If the disk is full, reports it and lets training continue; at the last step, raises instead."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""MIDI to performance events and back (Oore et al., as Music Transformer and the paper use them).
+"""MIDI to performance events and back (Oore et al., as used by Music Transformer and the paper).
 
 128 note-on, 128 note-off, 100 time shifts of 10 ms to 1 s, 32 velocities: 388 events. A note that the
-sustain pedal holds ends when the pedal lifts or the same pitch is struck again.
+sustain pedal holds ends when the pedal is released or the same pitch is struck again.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from perceiver_ar.extras import need
 from perceiver_ar.windows import Tokens
 
 NOTE_ON, NOTE_OFF, SHIFT, VELOCITY, EVENTS = 0, 128, 256, 356, 388
-"""Where each kind begins, and how many there are."""
+"""The first id of each kind of event, and the number of events."""
 STEPS = 100
-"""A second, and the longest shift."""
+"""Steps per second, and steps of the longest shift."""
 BIN = 4
-"""Velocities of one velocity event."""
+"""MIDI velocities per velocity event."""
 SUSTAIN = 64
-"""Number of the pedal's controller, and the value from which it is down."""
+"""The controller number of the pedal, and also the value from which it is down."""
 
 UNENDED = 5
-"""Seconds for which a note is held whose end is missing."""
+"""Seconds that a note lasts whose end is missing."""
 
 LONGEST = 86_400.0
-"""Seconds of a piece that are believed: damaged files may last for years."""
+"""Longest plausible seconds of a piece: damaged files may claim years."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Notes:
-    """Notes of a piece: starts and ends in seconds or in steps, pitches, velocities."""
+    """The notes of a piece; starts and ends are in seconds or in steps."""
 
     start: NDArray[Any]
     end: NDArray[Any]
@@ -51,16 +51,16 @@ class Notes:
 
 
 def encode_midi(path: str | Path) -> Tokens:
-    """The events of a file, 0 to 387."""
+    """The events of a MIDI file, 0 to 387."""
     return encode(quantize(read_midi(path)))
 
 
 def read_midi(path: str | Path) -> Notes:
-    """Notes in seconds, with the pedal folded into their lengths; drums are left out."""
+    """The notes of a MIDI file, in seconds, with the pedal folded into their lengths; without drums."""
     symusic = need("symusic", "music")
     try:
         score = symusic.Score.from_midi(Path(path).read_bytes())
-    except Exception as error:  # the library's own, of many kinds
+    except Exception as error:  # symusic raises its own, of many kinds
         reason = " ".join(str(error).split()).removeprefix(str(path))
         raise ValueError(f"{path} is not a MIDI file that can be read: {reason:.200}") from None
     if score.tpq < 1:
@@ -79,7 +79,7 @@ def read_midi(path: str | Path) -> Notes:
 
 
 def _played(track: Any, seconds: Any) -> tuple[Notes, Floats, NDArray[np.bool_]]:
-    """The notes of a track, when its pedal moves, and whether down."""
+    """The notes of a track, the times when its pedal moves, and whether it moves down."""
     notes, pedal = track.notes.numpy(), track.controls.numpy()
     start = notes["time"].astype(np.int64)
     end = start + np.maximum(notes["duration"].astype(np.int64), 0)
@@ -91,7 +91,7 @@ def _played(track: Any, seconds: Any) -> tuple[Notes, Floats, NDArray[np.bool_]]
 
 
 def _clock(score: Any) -> Any:
-    """From ticks to seconds, through all changes of tempo."""
+    """A function from ticks to seconds that follows all changes of tempo."""
     tempos = score.tempos.numpy()
     ticks, micros = tempos["time"].astype(np.int64), tempos["mspq"].astype(np.float64)
     if not len(ticks) or ticks[0] > 0:
@@ -107,18 +107,18 @@ def _clock(score: Any) -> Any:
 
 
 def fold_pedal(notes: Notes, times: Floats, down: NDArray[np.bool_], last: float) -> Notes:
-    """Notes as long as they sound; the pedal moves at these times, and the piece ends at the last."""
+    """Notes as long as they sound, given when the pedal moves, whether down, and when the piece ends."""
     if not len(times):
         return notes
-    order = np.lexsort((~down, times))  # moved both ways at once, it ends up: as note-seq has it
+    order = np.lexsort((~down, times))  # moved both ways at once, it ends up, as in note-seq
     times, down = times[order], down[order]
     lifts = np.append(times[~down], last)
 
     def held(at: Floats) -> NDArray[np.bool_]:
-        """Whether the pedal is down, having moved at that time already."""
+        """Whether the pedal is down, counting movements at that very time."""
         return np.append(False, down)[np.searchsorted(times, at, side="right")]
 
-    # Pitch by pitch in order of time, so that what comes next of the same pitch is next.
+    # By pitch, then by time, so that the next note of the same pitch follows directly.
     order = np.lexsort((notes.start, notes.pitch))
     start, end, pitch = notes.start[order], notes.end[order], notes.pitch[order]
     count, struck = len(start), held(start)
@@ -130,7 +130,7 @@ def fold_pedal(notes: Notes, times: Floats, down: NDArray[np.bool_], last: float
     def onset(index: Ints) -> Floats:
         return np.where(same(index), start[np.minimum(index, count - 1)], np.inf)
 
-    # A note struck again while it is held down ends there only if the pedal is down.
+    # A note whose key is struck again before its end is cut short only if the pedal is down.
     while True:
         passes = (onset(following) <= end) & ~struck[np.minimum(following, count - 1)]
         if not passes.any():
@@ -140,13 +140,13 @@ def fold_pedal(notes: Notes, times: Floats, down: NDArray[np.bool_], last: float
     lifted = lifts[np.minimum(np.searchsorted(lifts, end, side="right"), len(lifts) - 1)]
     sounding = np.where(held(end), np.minimum(np.maximum(lifted, end), again), end)
     sounding = np.where(again <= end, again, sounding)
-    kept = (sounding > start) | (again != start)  # of two struck at once, one
+    kept = (sounding > start) | (again != start)  # one of two struck at once
     back = np.argsort(order[kept], kind="stable")
     return Notes(start[kept], sounding[kept], pitch[kept], notes.velocity[order][kept]).take(back)
 
 
 def quantize(notes: Notes) -> Notes:
-    """In steps of 10 ms, each note at least one long, in order of start and pitch."""
+    """Notes in steps of 10 ms, each at least one step long, sorted by start and pitch."""
     order = np.lexsort((notes.pitch, notes.start))
     notes = notes.take(order)
     start, end = ((x * STEPS + 0.5).astype(np.int64) for x in (notes.start, notes.end))
@@ -154,7 +154,7 @@ def quantize(notes: Notes) -> Notes:
 
 
 def encode(notes: Notes) -> Tokens:
-    """Events of notes in steps."""
+    """The events of notes in steps."""
     count = len(notes)
     step = np.concatenate((notes.start, notes.end))
     which, off = np.tile(np.arange(count), 2), np.repeat([False, True], count)
@@ -178,9 +178,9 @@ def encode(notes: Notes) -> Tokens:
 def decode(events: Tokens) -> Notes:
     """Notes in steps, in the order in which they begin.
 
-    What makes no sense, such as the end of a note that did not begin, is passed over. A key that is
-    struck again ends its note before, so notes of one pitch never overlap, even if they once did. A
-    note without an end of its own has UNENDED seconds, if there are so many.
+    Events that make no sense, such as the end of a note that did not begin, are ignored. A key that is
+    struck again ends its previous note, so notes of one pitch never overlap, even if the original ones
+    did. A note without an end of its own lasts UNENDED seconds, but not beyond the last event.
     """
     now, velocity = 0, 64
     notes: list[list[int]] = []
@@ -202,7 +202,7 @@ def decode(events: Tokens) -> Notes:
 
 
 def to_score(notes: Notes) -> Any:
-    """A piano part, 50 ticks a quarter at 120 a minute, so that a step is a tick."""
+    """A piano part with 50 ticks per quarter and 120 quarters per minute, so that a step is a tick."""
     symusic = need("symusic", "music")
     score = symusic.Score(STEPS // 2)
     score.tempos.append(symusic.Tempo(0, 120.0))
@@ -218,7 +218,7 @@ def write_midi(notes: Notes, path: Path) -> None:
 
 
 def write_wav(notes: Notes, path: Path, rate: int = 44_100) -> None:
-    """As played by the General MIDI sounds that pretty_midi brings along."""
+    """Renders notes with the General MIDI soundfont that comes with pretty_midi."""
     symusic, home = need("symusic", "music"), need("pretty_midi", "music").__file__
     synthesizer = symusic.Synthesizer(str(Path(home).parent / "TimGM6mb.sf2"), rate)
     # (2, samples); without a note, a second of silence
@@ -231,7 +231,7 @@ def write_roll(notes: Notes, path: Path) -> None:
 
 
 def roll(notes: Notes) -> NDArray[np.uint8]:
-    """A picture: time to the right, pitch upwards, darker is louder."""
+    """A piano roll as an image: time to the right, pitch upwards, darker is louder."""
     width = max(1, int(notes.end.max()) // 2 + 1) if len(notes) else 1
     keys = np.full((88, width), 255, dtype=np.uint8)
     for start, end, pitch, velocity in zip(notes.start, notes.end, notes.pitch, notes.velocity, strict=True):

@@ -1,4 +1,4 @@
-"""The optimizer, its learning rate, and the average of the weights."""
+"""The optimizer, the learning rate schedule, and the moving average of the weights."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from perceiver_ar.layers import Linear
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, ranks: Ranks) -> torch.optim.Optimizer:
-    """AdamW, decaying matrices alone: biases and layer norms keep their size. Or Muon, for linear maps."""
+    """AdamW, with weight decay on matrices only; or Muon for linear maps, and AdamW for the rest."""
     maps = [m.weight for m in model.modules() if isinstance(m, Linear)] if config.optimizer == "muon" else []
     chosen = set(map(id, maps))
     others = [p for p in model.parameters() if id(p) not in chosen]
@@ -31,13 +31,13 @@ def make_optimizer(model: nn.Module, config: TrainConfig, ranks: Ranks) -> torch
     rest = torch.optim.AdamW(groups, fused=fused, **settings)
     if not maps:
         return rest
-    # As large as AdamW's on the whole, so that the same learning rates and decays do.
+    # Scales updates to the RMS of AdamW's, so that the same learning rates and weight decays apply.
     muon = torch.optim.Muon(maps, config.learning_rate, config.weight_decay, adjust_lr_fn="match_rms_adamw")
     return Both(muon, rest)
 
 
 class Both(torch.optim.Optimizer):
-    """Two optimizers of different parameters as one."""
+    """Two optimizers of disjoint parameters, presented as one."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         groups = [group for part in parts for group in part.param_groups]
@@ -46,7 +46,7 @@ class Both(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Groups and states are those of the parts."""
+        """Makes the parts use this optimizer's groups and state."""
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = list(itertools.islice(groups, len(part.param_groups)))
@@ -63,7 +63,7 @@ class Both(torch.optim.Optimizer):
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """The state as the first step would begin it, to be filled from a checkpoint."""
+    """Initialises the state as the first step would, so that a checkpoint can be loaded into it."""
     local = local_part(optimizer)
     for group in local.param_groups:
         for parameter in group["params"]:
@@ -76,12 +76,12 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The part of it that this rank has."""
+    """The optimizer of this rank's parameters, without the wrapper of zero1."""
     return getattr(optimizer, "optim", optimizer)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """At a step counted from 0: linear warm-up, then constant or cosine to 0."""
+    """The rate at a step counted from 0: linear warm-up, then constant or cosine decay to 0."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -94,5 +94,5 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 @torch.no_grad()
 def update_average(average: list[Tensor], parameters: Iterable[Tensor], decay: float, step: int) -> None:
-    """Moves the average towards the weights, faster at first, when it still holds the random start."""
+    """Moves the average towards the weights, faster at first, while it still holds the initial weights."""
     torch._foreach_lerp_(average, list(parameters), 1 - min(decay, (1 + step) / (10 + step)))

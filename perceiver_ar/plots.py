@@ -1,4 +1,4 @@
-"""Pictures of losses: by step of training, and by position in the document."""
+"""Plots of losses: by training step, and by position in the document."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from perceiver_ar.metrics import read_metrics
 
 
 def check_picture(path: Path) -> None:
-    """Refuses, before any work is done, what cannot be drawn or written."""
+    """Refuses a file that a plot cannot be written to, before any work is done."""
     known = need("matplotlib.figure").Figure().canvas.get_supported_filetypes()
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for the plot.")
@@ -20,7 +20,7 @@ def check_picture(path: Path) -> None:
 
 
 def new_figure(**labels: str) -> tuple[Any, Any]:
-    """A picture, and the axes to draw on."""
+    """A figure, and the axes to draw on."""
     figure = need("matplotlib.figure").Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.set(**labels)
@@ -28,7 +28,7 @@ def new_figure(**labels: str) -> tuple[Any, Any]:
 
 
 def draw_positions(report: dict[str, Any], path: Path) -> None:
-    """The nats of an evaluation by position in the document."""
+    """Plots the nats of an evaluation by position in the document."""
     figure, axes = new_figure(xlabel="position in the document", ylabel="nats per token")
     bounds = [f"< {int(bound):,}" for bound in report["by_position"]]
     values = [part["nats"] for part in report["by_position"].values()]
@@ -40,7 +40,7 @@ def draw_positions(report: dict[str, Any], path: Path) -> None:
 
 
 def draw_curves(runs: Sequence[Path], path: Path) -> None:
-    """The losses of runs, step by step, smoothed, with those of their evaluations."""
+    """Plots the losses of runs by step, raw and smoothed, with those of their evaluations."""
     curves = {run: read_metrics(run) for run in runs}  # all are read before anything is drawn
     figure, axes = new_figure(xlabel="step", ylabel="nats per token")
     for index, (run, lines) in enumerate(curves.items()):
@@ -48,7 +48,7 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
         found = [(line["step"], line["validation"]["nats"]) for line in lines if "validation" in line]
         colour = f"C{index}"
         axes.plot(*trained.T, color=colour, alpha=0.25, linewidth=0.8)
-        few = "." if len(trained) < 10 else ""  # of one point there is no line
+        few = "." if len(trained) < 10 else ""  # a single point makes no line
         axes.plot(trained[:, 0], _smoothed(trained[:, 1]), marker=few, color=colour, label=run.name)
         axes.plot(*np.array(found).reshape(-1, 2).T, "o", color=colour, markersize=4)
     low, high = axes.get_ylim()
@@ -59,7 +59,7 @@ def draw_curves(runs: Sequence[Path], path: Path) -> None:
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Each value as the mean of those round it, a fiftieth of all."""
+    """Centred moving average over a fiftieth of the values."""
     width = max(1, len(values) // 50) | 1
     padded = np.pad(values, width // 2, mode="edge")
     return np.convolve(padded, np.ones(width) / width, mode="valid")

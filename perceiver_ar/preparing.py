@@ -1,7 +1,7 @@
-"""Text to a token store, part by part on all cores; what is done stays done when it is begun again.
+"""Text to a token store, part by part on all cores; after an interruption, finished parts are reused.
 
-Parts lie beside the store until all are there, each written whole. The same command finds them, and
-the store comes out the same however often it was interrupted.
+Parts are kept in a folder beside the store until all are complete, each written atomically. The same
+command finds them again, and the store is the same however often it was interrupted.
 """
 
 import shutil
@@ -27,18 +27,18 @@ from perceiver_ar.windows import Tokens
 from perceiver_ar.workers import Done, Lost, each
 
 FORMAT_VERSION = 1
-"""Of the parts."""
+"""Format of the parts."""
 _LONGEST = 8192
-"""Characters of a line that pieces are learned from; in UTF-8, below sentencepiece's limit."""
+"""Most characters of a line that pieces are learned from; in UTF-8, below sentencepiece's limit."""
 SAMPLE = 20 << 20
-"""Bytes of text that pieces of words are learned from, taken from all over the corpus."""
+"""Bytes of text that pieces are learned from, sampled across the corpus."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What there is to do."""
+    """The text to be encoded, in parts."""
 
     parts: list[list[Span]]
     key: str
@@ -60,7 +60,7 @@ def make_store(
     workers: int,
     progress: Callable[[str], Any],
 ) -> Store:
-    """Encodes all parts and puts them together."""
+    """Encodes all parts and joins them into a store."""
     about = {
         "format_version": FORMAT_VERSION,
         "corpus": asdict(corpus),
@@ -81,14 +81,14 @@ def make_store(
 
 
 def _stamps(corpus: Corpus) -> list[list[Any]]:
-    """Size and times of each file: when one changes, all begins anew."""
+    """Size and times of each file; if any changes, everything starts over."""
     paths = sorted({span.path for part in corpus.parts for span in part})
     stats = [(path, Path(path).stat()) for path in paths]
     return [[path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for path, stat in stats]
 
 
 def _open(place: Path, about: dict[str, Any]) -> Path:
-    """A folder for the parts of this very store; those of another are removed."""
+    """The folder for the parts of exactly this store; removes parts of any other."""
     work = place / digest(about)[:16]
     if place.exists():
         for other in place.iterdir():
@@ -111,7 +111,7 @@ def _vocabulary(
     workers: int,
     progress: Callable[[str], Any],
 ) -> Vocabulary:
-    """As given, as made before the interruption, or made now."""
+    """The vocabulary as given, as made before an interruption, or newly made."""
     if given is not None or kind == "bytes":
         return vocabulary.load(kind, given or b"")
     path = work / FILES[kind]
@@ -133,7 +133,7 @@ def _vocabulary(
 
 
 def _sample(corpus: Corpus) -> Iterator[str]:
-    """Lines of the training text, as many from each part."""
+    """Lines of training text, up to as many bytes from each part."""
     quota = -(-SAMPLE // len(corpus.parts))
     for index in range(len(corpus.parts)):
         left = quota
@@ -147,7 +147,7 @@ def _sample(corpus: Corpus) -> Iterator[str]:
 
 
 def _short(line: str) -> Iterator[str]:
-    """A line in pieces that sentencepiece takes, cut before a space if there is one."""
+    """Cuts a line into lengths that sentencepiece accepts, before a space if there is one."""
     while len(line) > _LONGEST:
         cut = line.rfind(" ", 1, _LONGEST)
         cut = _LONGEST if cut < 0 else cut
@@ -158,7 +158,7 @@ def _short(line: str) -> Iterator[str]:
 
 
 def _count(corpus: Corpus, index: int) -> dict[str, int]:
-    """Words of the training text of a part, and ends of lines."""
+    """Counts the words, and ends of lines, in the training text of a part."""
     counts: Counter[str] = Counter()
     for stretch in corpus.read(index):
         if stretch.split == "train":
@@ -167,7 +167,7 @@ def _count(corpus: Corpus, index: int) -> dict[str, int]:
 
 
 def _encode(corpus: Corpus, content: bytes, kind: Kind, work: Path, index: int) -> None:
-    """Writes one part: tokens, where stretches and documents end, and counts, for each split."""
+    """Encodes one part and writes, by split, tokens, the ends of stretches and documents, and counts."""
     words = _loaded(kind, content)
     dtype = smallest_dtype(words.size)
     tokens: dict[str, list[Tokens]] = {split: [] for split in SPLITS}
@@ -200,7 +200,7 @@ _cached: list[Any] = []
 
 
 def _loaded(kind: Kind, content: bytes) -> Vocabulary:
-    """The vocabulary, read once in each process."""
+    """The vocabulary, loaded once per process."""
     if not _cached or _cached[0] != (kind, content):
         _cached[:] = [(kind, content), vocabulary.load(kind, content)]
     return _cached[1]
@@ -214,7 +214,7 @@ def _each(
     moved: Progress,
     take: Callable[[Any], object] = lambda result: None,
 ) -> None:
-    """Does the parts on all cores, in any order."""
+    """Processes parts on all cores, in any order."""
     whole = sum(map(corpus.size, range(len(corpus.parts))))
     done = whole - sum(map(corpus.size, indices))
     moved(done, whole)
@@ -232,7 +232,7 @@ def _each(
 
 
 def _join(corpus: Corpus, work: Path, out: Path, words: Vocabulary, kind: Kind) -> Store:
-    """The store of all parts."""
+    """Joins all parts into the store."""
     paths = [_path(work, index) for index in range(len(corpus.parts))]
     counts = {split: np.zeros(2, dtype=np.int64) for split in SPLITS}
     for path in paths:
@@ -255,7 +255,7 @@ def _join(corpus: Corpus, work: Path, out: Path, words: Vocabulary, kind: Kind) 
 
 
 def _documents(paths: list[Path], split: str) -> Iterator[Iterator[Tokens]]:
-    """Each document as its stretches, one part in memory at a time."""
+    """Each document as an iterator over its stretches, with one part in memory at a time."""
     stretches = ((tokens, end) for path in paths for tokens, end in _stretches(path, split))
     for tokens, end in stretches:
         yield _one(tokens, end, stretches)

@@ -1,4 +1,4 @@
-"""Files read in processes of their own, since some readers crash on damaged ones."""
+"""Reads files in separate processes, since some readers crash on damaged files."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -12,7 +12,7 @@ from perceiver_ar.workers import each, processes
 def readable(
     read: Callable[[Path], Any], files: Collection[Path], workers: int | None, seconds: float = 60
 ) -> Iterator[tuple[Path, Any]]:
-    """Each file with what was read of it, in any order; those that cannot be read are named and counted."""
+    """Yields each file with its content, in any order; reports files that cannot be read, and skips them."""
     skipped = 0
     with progress_bar(True, "reading") as moved:
         results = each(read, files, processes(workers), seconds)
@@ -29,7 +29,7 @@ def readable(
 
 
 def read_alone(read: Callable[[Path], Any], path: Path, seconds: float = 60) -> Any:
-    """What is read of one file, or a sentence that says why it cannot be used."""
+    """Returns the content of one file; raises ValueError if it cannot be read."""
     if not path.is_file():
         raise ValueError(f"{path} is a folder: give a file." if path.is_dir() else f"{path} does not exist.")
     (done,) = each(read, [path], 1, seconds)

@@ -1,4 +1,4 @@
-"""A run folder: config.json, metrics.jsonl, checkpoints/, and model/, which alone is enough to use."""
+"""A run folder: config.json, metrics.jsonl, checkpoints/, and model/, which can be used on its own."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,21 +22,21 @@ MAY_CHANGE_ON_RESUME = {
     *("checkpoint_every", "keep", "log_every", "evaluate_every", "patience", "logger"),
     *("parallel", "context_parallel", "timeout_minutes"),
 }
-"""Settings of training that alter the weights by rounding at most, or not at all."""
+"""Training settings that affect the weights by rounding at most."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run's data and first weights came from."""
+    """Where the data and the initial weights of a run come from."""
 
     data: dict[str, float]
     init: str | None
     begun: AnyModelConfig | None = None
-    """The model of a run with a checkpoint, whose weights are there: the first are not needed any more."""
+    """The model config of a run with a checkpoint, which no longer needs its initial weights."""
 
     @classmethod
     def of(cls, folder: Path, data: Data, init: str | Path | None, resume: bool) -> Self:
-        """The origin that is given; on resuming, the recorded one where nothing is given."""
+        """The origin as given; on resuming, what is not given is taken from config.json."""
         given = cls(as_mixture(data), None if init is None else str(Path(init).resolve()))
         if not (folder / "config.json").exists():
             return given
@@ -49,7 +49,7 @@ class Origin:
 
 
 def check_resumed(folder: Path, resume: bool) -> None:
-    """Refuses a folder that holds something, unless it is gone on with."""
+    """Refuses a folder that is in use, unless its run is to be resumed."""
     if resume:
         return
     known = (folder / "config.json").exists() or (folder / "checkpoints").exists()
@@ -58,7 +58,7 @@ def check_resumed(folder: Path, resume: bool) -> None:
 
 
 def begun_by(launch: str | None, folder: Path) -> bool:
-    """Whether this start of torchrun, of which some process died since, made the folder."""
+    """Whether this launch of torchrun, before restarting its processes, made the folder."""
     config = folder / "config.json"
     return launch is not None and config.exists() and read_sealed(config).get("launch") == launch
 
@@ -72,7 +72,7 @@ def begin(
     launch: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Makes the folder of a new run, or checks that an old one is the same."""
+    """Makes the folder of a new run, or checks that an existing one has the same settings and data."""
     config, seal = folder / "config.json", source.seal()
     if folder.exists() and any(folder.iterdir()):
         check_resumed(folder, resume)
@@ -96,13 +96,13 @@ def begin(
 
 
 def kept_from_others(folder: Path) -> AbstractContextManager[None]:
-    """While this process trains into a folder, no other does."""
+    """Locks a run folder, so that no other process trains into it."""
     return locked(folder / ".lock", f"{folder} is being trained by another process: wait for it, or end it.")
 
 
 def check_same(before: Experiment, now: Experiment, folder: Path) -> None:
-    """Refuses to resume with other settings than the run began with."""
-    before = replace(before, options=tasks.get(before.task, before.options).to_dict())  # with newer ones
+    """Refuses to resume with changed settings, except those that may change."""
+    before = replace(before, options=tasks.get(before.task, before.options).to_dict())  # adds newer options
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
     free = {f"train.{name}" for name in MAY_CHANGE_ON_RESUME} | {"name"}
     if now.train.schedule == "constant":
@@ -126,9 +126,9 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def export(
     folder: Path, model: Pretrained, experiment: Experiment, task: Task, data: Data, bits: int | None = None
 ) -> None:
-    """Writes a model folder: weights and config, and beside them the experiment and the files of its task.
+    """Writes a model folder: weights, config, the experiment, and the files of its task.
 
-    bits: of each weight, if they are packed.
+    bits: bits per weight, if the weights are to be packed.
     """
 
     def write(beside: Path) -> None:
@@ -145,7 +145,7 @@ def export(
 
 
 def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
-    """The model of a run folder, or of its model/ alone; its task; and where its data were."""
+    """The model of a run folder, or of its model/ alone; its task; and where its data was."""
     inner = model_folder(run)
     about = read_sealed(inner / "experiment.json")
     if file_digest(inner / WEIGHTS) != about["sha256"]:
@@ -156,7 +156,7 @@ def load(run: str | Path, device: str) -> tuple[Decoder, Task, Data]:
 
 
 def export_packed(run: str | Path, folder: Path, bits: int) -> None:
-    """Writes a run's model alone, with so many bits a weight, and without saying where its data were."""
+    """Writes a run's model alone, packed into `bits` per weight, without recording where its data was."""
     check_new(folder)
     model, task, _ = load(run, "cpu")
     about = read_sealed(model_folder(run) / "experiment.json")
@@ -164,12 +164,12 @@ def export_packed(run: str | Path, folder: Path, bits: int) -> None:
 
 
 def inner_folder(run: Path) -> Path:
-    """Where the model of a run lies, if it has one: in its model/, or in the folder itself."""
+    """The folder that a run's model would be in: its model/ if there is one, else the folder itself."""
     return run / "model" if (run / "model").is_dir() else run
 
 
 def model_folder(run: str | Path) -> Path:
-    """Where the model of a run lies, with its task beside it; refuses a folder without them."""
+    """The folder of a run's model; refuses one that lacks a model with its task."""
     folder = Path(run)
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist: give the folder of a run.")

@@ -1,4 +1,4 @@
-"""JSON files that carry their own checksum, written beside and renamed, so never half or altered; locks."""
+"""JSON files that are written atomically and contain their own checksum; file digests; locks."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Damaged(ValueError):
-    """A file that is not what was written."""
+    """A file is missing, or not what was written."""
 
 
 def write_sealed(path: Path, data: dict[str, Any]) -> None:
@@ -21,7 +21,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
         sealed = json.loads(raw)
-        # Byte for byte: 1e-08 and 1E-08 are one bit apart, and the same number.
+        # Byte for byte: 1e-08 and 1E-08 differ in one bit, and are the same number.
         if raw == _bytes(sealed) and sealed["sha256"] == digest(sealed["data"]):
             return sealed["data"]
     except (ValueError, TypeError, KeyError, FileNotFoundError):
@@ -30,7 +30,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Writes a file so that it is either as before or whole, even if the machine dies."""
+    """Writes a file atomically: even if the machine crashes, it is either as before or complete."""
     beside = path.with_name(f".{path.name}.partial")
     with beside.open("wb") as file:
         file.write(data)
@@ -41,7 +41,7 @@ def write_whole(path: Path, data: bytes | memoryview) -> None:
 
 @contextmanager
 def locked(path: Path, refusal: str) -> Generator[None]:
-    """Refuses to go on while another process holds this lock; where the system can tell."""
+    """Holds a lock, or fails if another process holds it; without effect where locks are not supported."""
     with path.open("w") as lock:
         try:
             import fcntl

@@ -1,4 +1,4 @@
-"""Sound files: read at any rate as one channel of a certain level, and written as sound or as a picture."""
+"""Sound files: read as one channel of a given rate and level, written as sound or as a spectrogram."""
 
 import os
 import wave
@@ -11,26 +11,26 @@ from numpy.typing import NDArray
 from perceiver_ar.extras import hushed, need
 
 Sound = NDArray[np.float32]
-"""Samples from -1 to 1; of several channels, (samples, channels)."""
+"""Samples from -1 to 1; with several channels, (samples, channels)."""
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
 RATES = (1_000, 768_000)
-"""Samples a second that are believed."""
+"""Lowest and highest plausible samples per second."""
 BLOCK = 1 << 18
-"""Numbers read at once."""
+"""Numbers read at once, over all channels."""
 
 
 def read_sound(path: Path, rate: int, level: float | None, seconds: float | None = None) -> Sound:
-    """One channel at that rate, the mean of all; its loudness brought to a level in dB, if one is given."""
+    """Reads a file as one channel, the mean of all, at the given rate and, if given, level in dB."""
     soundfile, soxr = need("soundfile", "audio"), need("soxr", "audio")
     parts, count = [], 0
     try:
-        with hushed(), soundfile.SoundFile(os.fsencode(path)) as file:  # mpg123 complains of damaged files
+        with hushed(), soundfile.SoundFile(os.fsencode(path)) as file:  # mpg123 warns of damaged files
             if not RATES[0] <= file.samplerate <= RATES[1]:
                 raise ValueError(f"a rate of {file.samplerate} samples a second is not to be believed")
             if file.frames > 2**60:
                 raise ValueError("it does not say how long it is: convert it")
             wanted = file.frames if seconds is None else min(file.frames, round(seconds * file.samplerate))
-            told = file.format != "MP3"  # which may only guess how long it is
+            told = file.format != "MP3"  # whose length may be a guess
             resampled = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")
             size = max(1, BLOCK // file.channels)
             while count < wanted and len(block := _read(file, min(size, wanted - count))):
@@ -56,7 +56,7 @@ def _read(file: Any, count: int) -> Sound:
 
 
 def at_level(sound: Sound, rate: int, level: float | None) -> Sound:
-    """Scaled so that what is not silent has that root mean square, in dB below 1, unless it would clip."""
+    """Scales so that the RMS of what is not silent is `level` dB (0 dB: 1), or less if it would clip."""
     peak = float(np.abs(sound).max(initial=0.0))
     if level is None or peak < 1e-9:
         return sound.clip(-1, 1)
@@ -67,7 +67,7 @@ def at_level(sound: Sound, rate: int, level: float | None) -> Sound:
 
 
 def write_wav(sound: Sound, rate: int, path: Path) -> None:
-    """16 bits a sample, softer where it would clip."""
+    """Writes 16 bits per sample, scaled down if it would clip."""
     frames = sound / max(1.0, float(np.abs(sound).max(initial=0.0)))
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1 if sound.ndim == 1 else sound.shape[1])
@@ -77,7 +77,7 @@ def write_wav(sound: Sound, rate: int, path: Path) -> None:
 
 
 def write_spectrogram(sound: Sound, rate: int, path: Path) -> None:
-    """A picture: time to the right, a pixel 10 ms or more; pitch upwards; darker is louder, by 80 dB."""
+    """Writes an image: time to the right, 10 ms or more a pixel; pitch upwards; 80 dB from light to dark."""
     image, size, hop = need("PIL.Image", "image"), 1024, max(rate // 100, len(sound) // 4000)
     padded = np.pad(sound, (size // 2, size // 2))
     frames = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop] * np.hanning(size)

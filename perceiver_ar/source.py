@@ -1,4 +1,4 @@
-"""What a run is trained on: a store says what its tokens mean; without a store the task makes them itself."""
+"""What a run is trained on: token stores, which record their task, or a task that makes its own tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,12 +18,12 @@ from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Examples
 
 Data = str | Path | Mapping[str, float] | Mapping[Path, float] | None
-"""Where tokens are: nowhere, in a store, or in several, each with how much is drawn from it."""
+"""Where tokens come from: the task itself (None), a store, or several stores with sampling weights."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A task and, where it needs them, the stores of its tokens."""
+    """A task and, unless it is synthetic, the stores of its tokens."""
 
     task: Task
     stores: tuple[Store, ...] = ()
@@ -44,14 +44,14 @@ class Source:
         return not self.stores or any(tokens)
 
     def seal(self) -> str | None:
-        """A digest that changes when the tokens do."""
+        """A digest of the stores and, if there are several, of their weights; None without stores."""
         if len(self.stores) < 2:
             return digest(self.stores[0].meta) if self.stores else None
         return digest({"stores": [store.meta for store in self.stores], "weights": list(self.weights)})
 
 
 def as_mixture(data: Data) -> dict[str, float]:
-    """The folder of each store, and how much is drawn from it."""
+    """The data as absolute folders with sampling weights."""
     if not isinstance(data, Mapping):
         return {} if data is None else {str(Path(data).resolve()): 1.0}
     for folder, weight in data.items():
@@ -61,7 +61,7 @@ def as_mixture(data: Data) -> dict[str, float]:
 
 
 def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
-    """The stores of a task, if their tokens mean what it says; without any, what it makes itself."""
+    """Opens the stores, checking that their tokens fit the task; without any, the task must be synthetic."""
     mixture = as_mixture(data)
     if not mixture:
         found = tasks.get(task, options) if tasks.is_known(task) else None
@@ -76,7 +76,7 @@ def open_source(task: str, options: dict[str, Any], data: Data) -> Source:
 
 
 def meaning(task: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the tokens of a task depend on; those of a tokenizer on its file, whatever made that."""
+    """The settings that define what token ids mean; of a tokenizer, the digest of its file, not its kind."""
     kind = tasks.get(task, options) if tasks.is_known(task) else None
     beside = {field.name for field in fields(kind) if not field.compare} if kind else set()
     found = {"task": task, **{key: value for key, value in options.items() if key not in beside}}
@@ -86,12 +86,12 @@ def meaning(task: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_meaning(store: Store) -> dict[str, Any]:
-    """What a store says of its tokens."""
+    """The same for a store, as it records them, with the size of its vocabulary."""
     return {**meaning(store.meta["task"], store.meta["options"]), "vocab_size": store.vocab_size}
 
 
 def check_tokens(stores: Sequence[Store], wanted: dict[str, Any], whose: str) -> None:
-    """Refuses stores whose tokens mean something else; what only training makes use of, they do not say."""
+    """Refuses stores whose tokens mean something else; settings used only in training are not compared."""
     for store in stores:
         for key, value in stored_meaning(store).items():
             if wanted.get(key, value) == value:
@@ -105,20 +105,20 @@ def check_tokens(stores: Sequence[Store], wanted: dict[str, Any], whose: str) ->
 
 
 def as_stored(experiment: Experiment, data: Data, say: Callable[[str], None]) -> Experiment:
-    """The experiment with the task of its store; what that does not settle, as augmentation, is as asked."""
+    """The experiment with its store's task; options that it leaves open, such as augmentation, stay."""
     mixture = as_mixture(data)
     if not mixture:
         return experiment
     meta = Store.open(next(iter(mixture))).meta
     if meta["task"] == experiment.task:
         return replace(experiment, options=experiment.options | meta["options"])
-    if experiment.options:  # else nothing is lost, as with the task `tokens`
+    if experiment.options:  # else nothing is lost, as for the task `tokens`
         say(f"Using the store's task, {meta['task']}, instead of the preset's, {experiment.task}.")
     return replace(experiment, task=meta["task"], options=meta["options"])
 
 
 def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -> Experiment:
-    """The experiment with the vocabulary of what it is trained on, and all settings of its task."""
+    """The experiment with the store's vocabulary, positions that suit the task, and all its options."""
     task, vocabulary = source.task, experiment.model.vocab_size
     if source.stores and source.stores[0].vocab_size != vocabulary:
         vocabulary = source.stores[0].vocab_size
@@ -145,7 +145,7 @@ def settle(experiment: Experiment, source: Source, say: Callable[[str], None]) -
 
 
 def check_vocabulary(source: Source, model: Decoder) -> None:
-    """Refuses to evaluate a model on tokens that it does not know."""
+    """Refuses stores whose vocabulary is not as large as the model's."""
     known = model.config.vocab_size
     for store in source.stores:
         if store.vocab_size != known:

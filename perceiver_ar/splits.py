@@ -1,4 +1,4 @@
-"""Which documents are for training, which for validation, which for the test."""
+"""Which documents are for training, validation and test."""
 
 import csv
 import random
@@ -10,7 +10,7 @@ from pathlib import Path
 
 SPLITS = ("train", "validation", "test")
 _NAMED = re.compile(r"(train|validation|valid|val|dev|test)([-._].*)?", re.IGNORECASE)
-"""Names of folders that say which split they hold."""
+"""Names of folders that stand for a split."""
 _WHOLE = re.compile(
     r".*\.(jsonl|ndjson|parquet|npy|npz|bin)|[a-z]+([-._]\d.*)?\.(txt|tokens|raw|csv|tsv)", re.IGNORECASE
 )
@@ -19,7 +19,7 @@ _WHOLE = re.compile(
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the documents that go to other splits than train."""
+    """Shares of the documents that are held out from training."""
 
     validation: float
     test: float
@@ -29,14 +29,14 @@ class Shares:
             raise ValueError("the shares of validation and test must be at least 0 and together below 1.")
 
     def split(self, place: float) -> str:
-        """Of a place between 0 and 1."""
+        """The split of a document that was given a number from 0 to 1."""
         if place < 1 - self.validation - self.test:
             return "train"
         return "validation" if place < 1 - self.test else "test"
 
 
 def named_split(name: str) -> str | None:
-    """The split that a folder or file is named after."""
+    """The split that a folder or file is named after, if any."""
     found = _NAMED.fullmatch(name)
     if found is None:
         return None
@@ -46,7 +46,7 @@ def named_split(name: str) -> str | None:
 
 
 def top(source: Path) -> Path:
-    """The folder that holds the files or the splits: below those that hold nothing but the next."""
+    """The folder of the files or splits: skips folders that contain only another, not named after a split."""
     inside = [path for path in source.iterdir() if not path.name.startswith(".")]
     if len(inside) == 1 and inside[0].is_dir() and named_split(inside[0].name) is None:
         return top(inside[0])
@@ -54,20 +54,20 @@ def top(source: Path) -> Path:
 
 
 def below(source: Path, suffixes: Collection[str]) -> list[Path]:
-    """All files of these kinds, in order; what is hidden is left alone."""
+    """All files with one of these suffixes, sorted; hidden files and folders are skipped."""
     return [path for path in fitting(source, "*") if path.suffix.lower() in suffixes]
 
 
 def fitting(source: Path, pattern: str) -> list[Path]:
-    """All files that fit a pattern, likewise."""
+    """The same for all files that match a pattern."""
     found = (path for path in sorted(source.rglob(pattern)) if path.is_file())
     return [path for path in found if not any(part[0] == "." for part in path.relative_to(source).parts)]
 
 
 def by_folder(files: Sequence[Path], source: Path) -> dict[Path, str | None]:
-    """Each file with the split that its folder below the source is named after, if it is.
+    """Each file with the split that its top folder below the source is named after, if any.
 
-    A file that lies there itself may be, if it looks like a data set's, such as train.txt: not test.py.
+    A file directly in the source has its own name's split, if it looks like data: train.txt, not test.py.
     """
     parts = {path: path.relative_to(source).parts for path in files}
     return {
@@ -77,18 +77,18 @@ def by_folder(files: Sequence[Path], source: Path) -> dict[Path, str | None]:
 
 
 def divide(named: Sequence[str | None], shares: Shares) -> list[str]:
-    """The split of each document: that it is named for, or drawn, if none is named for that."""
+    """The split of each document: as named; splits that none is named for are drawn from the rest."""
     drawn = iter(draw_splits(sum(name in (None, "train") for name in named), left(named, shares)))
     return [next(drawn) if name in (None, "train") else name for name in named]
 
 
 def left(named: Collection[str | None], shares: Shares) -> Shares:
-    """The shares of those splits that none is named for, to be taken out of what is for training."""
+    """The shares of the splits that no document is named for, to be drawn from the training documents."""
     return Shares(0 if "validation" in named else shares.validation, 0 if "test" in named else shares.test)
 
 
 def draw_splits(count: int, shares: Shares) -> list[str]:
-    """A split for each of so many documents, at least one for each that has a share; train for one alone."""
+    """Draws the splits of `count` documents, at least one for each share; a single one is for training."""
     if count < 2:
         return ["train"] * count
     tests = max(1, round(count * shares.test)) if shares.test else 0
@@ -101,7 +101,7 @@ def draw_splits(count: int, shares: Shares) -> list[str]:
 
 
 def recordings(source: Path, suffixes: Sequence[str], column: str) -> dict[Path, str | None]:
-    """Each file of music, with the split that MAESTRO's table, if it is there, or its folder gives it."""
+    """Music files with their splits: by MAESTRO's table if there is one, otherwise by folder names."""
     if not source.exists():
         raise ValueError(f"{source} does not exist.")
     if source.is_file():
@@ -115,7 +115,7 @@ def recordings(source: Path, suffixes: Sequence[str], column: str) -> dict[Path,
 
 
 def _listed(table: Path, column: str) -> dict[Path, str | None]:
-    """The files that a table names and that are there; how many are not is said."""
+    """The files of a table that exist, with their splits; reports how many do not."""
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     if not rows or not {column, "split"} <= rows[0].keys():
@@ -135,7 +135,7 @@ def _listed(table: Path, column: str) -> dict[Path, str | None]:
 def by_split(
     named: Mapping[Path, str | None], usable: Collection[Path], shares: Shares
 ) -> dict[str, list[Path]]:
-    """The usable files of each split that has any, as they are named or drawn."""
+    """The usable files by split, as named or drawn; without empty splits."""
     files = [path for path in named if path in usable]
     splits = divide([named[path] for path in files], shares)
     chosen = {split: [p for p, s in zip(files, splits, strict=True) if s == split] for split in SPLITS}

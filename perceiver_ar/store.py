@@ -1,8 +1,8 @@
-"""Token stores: documents on disk, memory-mapped, with checksums verified where they are touched.
+"""Token stores: documents on disk, memory-mapped, with checksums verified on first access.
 
 A folder with meta.json and, for each split, tokens.bin (the documents one after another, in the
 smallest integer type that fits), offsets.bin (where each begins and the last ends) and
-checksums.bin (one of each block of tokens.bin).
+checksums.bin (a CRC-32 of each block of tokens.bin).
 """
 
 import shutil
@@ -20,12 +20,12 @@ from perceiver_ar.windows import Tokens
 
 FORMAT_VERSION = 1
 BLOCK = 1 << 16
-"""Bytes under one checksum: small, since the first touch of a block reads all of it."""
+"""Bytes per checksum: few, since the first access to a block reads all of it."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """A store opened for reading."""
+    """A token store, opened for reading."""
 
     folder: Path
     meta: dict[str, Any]
@@ -55,7 +55,7 @@ class Store:
 
 
 class Split:
-    """The documents of one split; each block of tokens is verified when it is first touched."""
+    """The documents of one split; each block of tokens is verified on first access."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], dtype: str) -> None:
         self.folder, self.meta = folder, meta
@@ -81,7 +81,7 @@ class Split:
         return int(self.offsets[index + 1] - self.offsets[index])
 
     def read(self, index: int, start: int = 0, end: int | None = None) -> Tokens:
-        """A stretch of a document, checked."""
+        """Tokens start to end of a document, verified."""
         base = int(self.offsets[index])
         first = base + start
         last = int(self.offsets[index + 1]) if end is None else base + end
@@ -114,7 +114,7 @@ def smallest_dtype(vocab_size: int) -> str:
 
 
 def check_new(folder: Path) -> None:
-    """Refuses to write over anything, before any work is done."""
+    """Refuses a folder that exists, before any work is done."""
     if folder.exists():
         raise ValueError(f"{folder} exists already: choose another folder, or remove it.")
 
@@ -129,10 +129,10 @@ def write_store(
     files: Mapping[str, bytes] | None = None,
     counts: Mapping[str, dict[str, int]] | None = None,
 ) -> Store:
-    """Writes a store beside its place, then renames it: what is there is whole.
+    """Writes a store under a temporary name and renames it, so that a store is always complete.
 
-    A document is an array, or comes in stretches. files: what else belongs to the store, such as a
-    vocabulary. counts: what else is known of each split, such as its words.
+    splits: their documents, each an array or an iterator over arrays. files: other files of the store,
+    such as a vocabulary. counts: other counts of each split, such as words.
     """
     folder = Path(folder)
     check_new(folder)
@@ -183,7 +183,7 @@ def _write_split(
 
 
 def _check(tokens: Tokens, vocab_size: int) -> None:
-    """Refuses what would not come back as it was."""
+    """Refuses tokens that are not whole numbers below the vocabulary size."""
     if not len(tokens):
         return
     low, high = 0 if tokens.dtype.kind == "u" else tokens.min(), tokens.max()
@@ -195,7 +195,7 @@ def _check(tokens: Tokens, vocab_size: int) -> None:
 
 
 class _Blocks:
-    """Writes to a file, and takes the checksum of each block on the way."""
+    """Writes to a file, and computes the checksum of each block on the way."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.checksums, self.crc, self.filled = file, [], 0, 0

@@ -1,4 +1,4 @@
-"""How long work takes, and how much memory."""
+"""Measures how much time and memory work takes."""
 
 import gc
 import time
@@ -16,7 +16,7 @@ from perceiver_ar.device import autocast
 def time_repeatedly(
     run: Callable[[], Any], device: torch.device, repeats: int, warm_up: int = 3, in_a_row: int = 1
 ) -> list[float]:
-    """Seconds of each repeat, once it is warm; or the mean of a few in a row, as work that goes on takes."""
+    """Seconds of each repeat after warm-up; each the mean of `in_a_row` calls without a sync in between."""
     for _ in range(warm_up):
         run()
     seconds = []
@@ -36,24 +36,24 @@ def synchronize(device: torch.device) -> None:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begins to watch the memory of a GPU anew."""
+    """Frees the cached memory of a GPU, and resets its peak."""
     if device.type == "cuda":
-        gc.collect()  # compiled models hold on to themselves
+        gc.collect()  # compiled models contain reference cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """The most memory that was in use on a GPU since forget_peak, in GiB."""
+    """Peak memory of a GPU since forget_peak, in GiB; None for other devices."""
     if device.type != "cuda":
         return None
     return float(f"{torch.cuda.max_memory_allocated(device) / 2**30:.4g}")
 
 
 def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[], None]:
-    """A step to be timed: forward, backward, and AdamW, fused on a GPU, in the precision of training.
+    """A step to be timed: forward, backward and fused AdamW, in the precision of training.
 
-    Transformer-XL is given its memory, as if the step before had left it.
+    Transformer-XL is given a full memory, as if the step before had left it.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     past = model.blank(len(tokens)) if isinstance(model, TransformerXL) else None

@@ -1,7 +1,7 @@
 """The training loop, readable top to bottom.
 
-A step's batch, latents and dropout follow from the seed and the step alone, so that a resumed run
-repeats an uninterrupted one and a checkpoint holds no random state.
+A step's batch, number of latents and dropout depend only on the seed and the step number, so a resumed
+run repeats an uninterrupted one and checkpoints hold no random state.
 """
 
 import math
@@ -45,14 +45,14 @@ def train(
     device: str = "auto",
     show: bool = True,
 ) -> dict[str, Any]:
-    """Trains an experiment into a run folder; returns that folder, the step reached, and any signal.
+    """Trains an experiment; returns the run folder, the step reached, and the signal that stopped it, if any.
 
-    data: a token store, or several as {folder: weight}; tasks such as copy need none. out: the folder,
-    by default runs/NAME. init: a model folder to start from. show: whether to report on standard error.
-    Under torchrun all its processes train the one run.
+    data: a token store, or several as {folder: weight}; synthetic tasks such as copy need none. out: the
+    run folder, by default runs/NAME. init: a run or model folder to start from. show: whether to report
+    on standard error. Under torchrun, all processes train the same run.
     """
     folder, launcher = Path(out or Path("runs") / experiment.name), os.getppid()
-    # Longer than it takes the watch to say who does not answer.
+    # Communication times out later than the watch, which names the rank that hangs.
     ranks, where = join(device, 2 * experiment.train.timeout_minutes + 5)
     notes, asked = list[str](), resume
     with (
@@ -65,7 +65,7 @@ def train(
         with room_for("the model"):
             run = make_state(experiment, source, where, weights, ranks)
         place = ranks.first(lambda: prepare(folder, experiment, source, origin, resume, notes.append, held))
-        received = held.enter_context(stop_signals())  # before this there is nothing to save
+        received = held.enter_context(stop_signals())  # until here there is nothing to save
         if place is not None:
             run.restore(place)
         if resume and not asked:
@@ -93,7 +93,7 @@ def train(
 
 
 def beginning(folder: Path, data: Data, init: str | Path | None, resume: bool) -> tuple[Origin, bool]:
-    """Where data and weights come from, and whether to go on with a run: also if torchrun starts it again."""
+    """The run's origin, and whether to resume it: if asked to, or if torchrun has restarted it."""
     resume = resume or begun_by(launch(), folder)
     return Origin.of(folder, data, init, resume), resume
 
@@ -101,7 +101,7 @@ def beginning(folder: Path, data: Data, init: str | Path | None, resume: bool) -
 def chosen(
     experiment: Experiment, origin: Origin, say: Callable[[str], None]
 ) -> tuple[Experiment, Source, dict[str, Tensor] | None]:
-    """The experiment with the task of its data; its data; and the weights to start from, if there are any."""
+    """The experiment adapted to its data and initial model, the data, and the initial weights, if any."""
     experiment = as_stored(experiment, origin.data, say)
     source = open_source(experiment.task, experiment.options, origin.data)
     import_logger(experiment.train.logger)
@@ -118,7 +118,7 @@ def prepare(
     warn: Callable[[str], None],
     held: ExitStack,
 ) -> Path | None:
-    """Makes or mends a run's folder, which is kept from others; its newest checkpoint, if there is one."""
+    """Creates or repairs the run folder and locks it; returns its newest intact checkpoint, if any."""
     begin(folder, experiment, source, origin, resume, launch(), warn)
     held.enter_context(kept_from_others(folder))
     for place in (folder, folder / "checkpoints"):
@@ -127,7 +127,7 @@ def prepare(
 
 
 def loop(job: Job, run: State) -> None:
-    """Steps until the last, a signal, or no more patience."""
+    """Trains until the last step, a stop signal, or the end of patience."""
     began = run.step
     with Feed(batch_maker(job, run), run.step, job.config.steps) as feed:
         job.metrics.start_clock()
@@ -142,7 +142,7 @@ def loop(job: Job, run: State) -> None:
                     raise Interrupted
         except Interrupted:
             job.metrics.say(f"Stopped at step {run.step:,}: continue with --resume.")
-        except ValueError as error:  # said before the update, so the weights are good
+        except ValueError as error:  # raised before the update, so the weights are good
             if job.ranks.size == 1 or isinstance(error, NotFinite):
                 keep_last(job, run)
             raise
@@ -152,7 +152,7 @@ def loop(job: Job, run: State) -> None:
 
 
 def due_work_done(job: Job, run: State) -> bool:
-    """Evaluates and keeps what is due at this step, unless that was done; says whether patience lasts."""
+    """Evaluates and writes a checkpoint if due and not yet done; returns False when patience has run out."""
     config = job.config
     if job.due(run.step, config.evaluate_every) and run.evaluated < run.step:
         evaluate_step(job, run)
@@ -165,23 +165,23 @@ def due_work_done(job: Job, run: State) -> bool:
 
 
 def batch_maker(job: Job, run: State) -> Callable[[int], Batch]:
-    """A function that makes the batch of a step."""
+    """Returns the function that makes the batch of a given step."""
     config, most = job.config, job.experiment.model.latents
 
     def make(step: int) -> Batch:
         latents = int(generator(config.seed + 1, step).choice(config.latents_drawn or (most,)))
         windows = run.examples.windows(config.seed, step, config.batch_size, latents)
-        # No more latents than are scored: others would teach copying from latents that are not there later.
+        # No latents beyond the targets: the model would learn to copy from them, and later they are absent.
         batch = collate(windows, max(window.scored for window in windows), job.source.task)
         seeds = generator(config.seed + 2, step).integers(2**31, size=len(batch), dtype=np.int32)
-        batch = replace(batch, seeds=torch.from_numpy(seeds))  # of dropout
+        batch = replace(batch, seeds=torch.from_numpy(seeds))  # for dropout
         return batch.each(Tensor.pin_memory) if job.device.type == "cuda" else batch
 
     return make
 
 
 def after_step(job: Job, run: State, feed: Feed, numbers: dict[str, float]) -> None:
-    """Tells the examples and the user how the step went."""
+    """Reports the loss to the examples, which may change in response, and logs the step when due."""
     job.metrics.advance(run.step)
     job.metrics.count(numbers.pop("scored"))
     changed = run.examples.learned(numbers["loss"])
@@ -193,12 +193,12 @@ def after_step(job: Job, run: State, feed: Feed, numbers: dict[str, float]) -> N
 
 
 def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
-    """One optimizer step."""
+    """Performs one optimizer step; returns its metrics, and as `asked` whether any rank should stop."""
     config, sums = job.config, gradients(job, run, batch)
     norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip_norm))
     scored = int((batch.targets >= 0).sum())
     asked = torch.full((), float(job.asked()), device=job.device)
-    # Fetched at once, before the update: while a GPU does that, the next step is already being launched.
+    # One sync, before the update is launched: while the GPU computes it, the CPU prepares the next step.
     here = torch.stack((asked, *sums)) * (run.others.size / job.ranks.size)  # those with the same rows agree
     steepness, stop, *totals = torch.stack((norm, *job.ranks.sum(here))).tolist()
     means = zip(("loss", "accuracy"), totals, strict=False)
@@ -221,14 +221,14 @@ def update(job: Job, run: State, batch: Batch) -> dict[str, float]:
 
 
 def gradients(job: Job, run: State, batch: Batch) -> list[Tensor]:
-    """The same as accumulate, in as large pieces as memory holds."""
+    """Calls accumulate, halving the micro-batches until they fit into memory."""
     while True:
         try:
             return accumulate(job, run, batch)
         except RuntimeError as error:
             if not memory_is_full(error):
                 raise
-        # Here, and not above, since the error holds on to what the failed pass had computed.
+        # Outside the handler, since the exception keeps the tensors of the failed pass alive.
         run.optimizer.zero_grad()
         if job.ranks.size > 1:
             raise ValueError(
@@ -245,7 +245,7 @@ def gradients(job: Job, run: State, batch: Batch) -> list[Tensor]:
 
 
 def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
-    """Gradients of the whole batch, piece by piece; this rank's sums of nats and, where counted, hits."""
+    """Accumulates gradients over micro-batches; returns this rank's summed nats and, if counted, hits."""
     config, device = job.config, job.device
     scored, rows = int((batch.targets >= 0).sum()), run.others.rows(len(batch))
     sums: list[list[Tensor]] = []
@@ -262,7 +262,7 @@ def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
                     targets=part.targets,
                     seeds=part.seeds,
                 )
-            # Of what all ranks score; their gradients are averaged, not added.
+            # The mean over the targets of all ranks, whose gradients are averaged, not summed.
             (training_loss(scores, config) * (run.others.size / scored)).backward()
         counted = (scores.nats.detach(),) if scores.right is None else (scores.nats.detach(), scores.right)
         sums.append([x.sum().float() for x in counted])
@@ -270,7 +270,7 @@ def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
 
 
 def training_loss(scores: Scores, config: TrainConfig) -> Tensor:
-    """What training makes less: summed nats, smoothed, with the z-loss."""
+    """The training objective: summed nats with label smoothing and z-loss."""
     loss = scores.nats
     if config.label_smoothing:
         assert scores.uniform is not None
@@ -280,7 +280,7 @@ def training_loss(scores: Scores, config: TrainConfig) -> Tensor:
 
 @contextmanager
 def room_for(what: str) -> Generator[None]:
-    """Says what does not fit into memory, if something does not."""
+    """Turns running out of memory into an error that says what did not fit."""
     try:
         yield
     except RuntimeError as error:
@@ -291,10 +291,10 @@ def room_for(what: str) -> Generator[None]:
 
 @contextmanager
 def repeatable(wanted: bool) -> Generator[None]:
-    """Uses only kernels that give the same bits every time, if that is wanted."""
+    """Restricts torch to deterministic kernels, if wanted."""
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -304,7 +304,7 @@ def repeatable(wanted: bool) -> Generator[None]:
 
 @contextmanager
 def stop_signals() -> Generator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them; a second SIGINT stops at once."""
+    """Collects SIGINT and SIGTERM instead of dying from them; a further SIGINT stops at once."""
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:

@@ -1,6 +1,6 @@
-"""How text becomes tokens and back: bytes, pieces of words, words, or a tokenizer that the user has.
+"""Text to tokens and back: bytes, subword pieces, words, or a tokenizer file of the user's.
 
-Text is bytes on both sides, so that what is not UTF-8 survives too. Token ids begin at FIRST.
+Text is passed as bytes, so that what is not UTF-8 survives too. Token ids begin at FIRST.
 """
 
 import codecs
@@ -22,39 +22,39 @@ FILES = {
     "words": "words.txt",
     "tokenizers": "tokenizer.json",
 }
-"""What each kind keeps beside a store and beside a model."""
+"""The file that each kind keeps in a store and in a model folder."""
 
 
 class Vocabulary:
-    """A way to write text as tokens, most of which spell so many bytes each."""
+    """A mapping between text and tokens, in which a token usually stands for fixed bytes."""
 
     size: int
-    """How many tokens there are, the special ones included."""
+    """Number of tokens, special ones included."""
     ends = True
-    """Whether EOS follows a document."""
+    """Whether documents end with EOS."""
 
     def encode(self, data: bytes, final: bool) -> Tokens:
-        """Tokens of a text; where it is not final, as in a prompt, more of it follows."""
+        """Tokens of a text. final: False if more of it follows, as after a prompt."""
         raise NotImplementedError
 
     def spell(self, token: int) -> bytes:
-        """What one token stands for; nothing if it is special."""
+        """The bytes of one token; empty if it is special."""
         raise NotImplementedError
 
     def save(self) -> bytes:
-        """Content of its file."""
+        """The content of its file."""
         raise NotImplementedError
 
     def decode(self, tokens: Tokens) -> bytes:
         return b"".join(map(self.spell, tokens.tolist()))
 
     def speller(self) -> Callable[[int], str]:
-        """Turns one token after another into text; a character waits for its last byte."""
+        """A function from successive tokens to text; a character appears with its last byte."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda token: decoder.decode(self.spell(token))
 
     def count_words(self, data: bytes, tokens: Tokens) -> int:
-        """Words of a text, for perplexities a word: what has white space around it."""
+        """Number of words of a text, separated by white space, for perplexity per word."""
         space = _SPACE[np.frombuffer(data, np.uint8)]
         return int((space[:-1] & ~space[1:]).sum() + (not space[0])) if len(space) else 0
 
@@ -64,7 +64,7 @@ _SPACE[list(b" \t\n\r\x0b\x0c")] = True
 
 
 class Bytes(Vocabulary):
-    """The 256 bytes."""
+    """The 256 byte values."""
 
     size = 256 + FIRST
 
@@ -82,15 +82,15 @@ class Bytes(Vocabulary):
 
 
 _UNSPOKEN = re.compile("([\x00\u2581\udc80-\udcff]+)")
-"""What sentencepiece would not give back: its sign for a space, zero, and bytes that are no UTF-8."""
+"""What sentencepiece would not restore: its symbol for a space, NUL, and bytes that are not UTF-8."""
 
 
 _TRIAL = " \ufb01 \u2460  e\u0301\n\tA\u00a0\u3000\U0001f600 "
-"""Text that tokenizers like to change: ligatures, full and half widths, accents apart, spaces."""
+"""Text that many tokenizers change: a ligature, a circled digit, a combining accent, unusual spaces."""
 
 
 class Pieces(Vocabulary):
-    """Sentencepiece; rare characters, and words that it would change, become bytes, so it is exact."""
+    """Sentencepiece, made lossless: rare characters, and words that it would change, become bytes."""
 
     def __init__(self, model: bytes) -> None:
         self.model, self.processor = (
@@ -125,7 +125,7 @@ class Pieces(Vocabulary):
         return np.array(ids, dtype=np.uint32) + np.uint32(FIRST)
 
     def _exactly(self, text: str) -> list[int] | None:
-        """Pieces that spell the text, which a normalizing model may change."""
+        """Pieces that spell the text exactly; None if the model changes it, as normalizing ones may."""
         found: list[int] = self.processor.encode(text)
         return found if b"".join(map(self.spellings.__getitem__, found)) == text.encode() else None
 
@@ -140,13 +140,13 @@ class Pieces(Vocabulary):
 
     @property
     def kind(self) -> Kind:
-        """As it was trained: its trainer's settings are field 2 of a model, and of these 3 is the type."""
+        """The type of the model: field 3 of its trainer's settings, which are field 2 of the protobuf."""
         settings = next((value for number, value in _fields(self.model) if number == 2), b"")
         return "bpe" if isinstance(settings, bytes) and (3, 2) in _fields(settings) else "unigram"
 
     @classmethod
     def train(cls, lines: Iterator[str], kind: Kind, size: int) -> "Pieces":
-        """Pieces that suit these lines."""
+        """Learns pieces from lines of text."""
         model = io.BytesIO()
         try:
             need("sentencepiece", "text").SentencePieceTrainer.train(
@@ -175,7 +175,7 @@ class Pieces(Vocabulary):
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Numbers and values of the fields of a protobuf message."""
+    """Field numbers and values of a protobuf message."""
     stream = io.BytesIO(message)
     while stream.tell() < len(message):
         key = _varint(stream)
@@ -193,7 +193,7 @@ def _varint(stream: io.BytesIO) -> int:
 
 
 def _advice(error: str) -> str:
-    """What sentencepiece says of sizes, in tokens with the special ones."""
+    """Sentencepiece's limit on the vocabulary size, special tokens included; else the end of its error."""
     for pattern, word in ((r"to a value <= (\d+)", "most"), (r"\d+ vs (\d+)", "least")):
         if found := re.search(pattern, error):
             return f"set --vocab-size to at {word} {int(found[1]) + FIRST}."
@@ -208,7 +208,7 @@ NEEDED = ("<unk>", "<eos>")
 
 
 class Words(Vocabulary):
-    """Words between white space, with `<eos>` at the end of each line and `<unk>` for the rest."""
+    """Words separated by white space, with `<eos>` for the end of each line and `<unk>` for unknown ones."""
 
     ends = False
 
@@ -220,7 +220,7 @@ class Words(Vocabulary):
 
     @classmethod
     def choose(cls, counts: dict[str, int], size: int | None) -> "Words":
-        """The most frequent words first, as adaptive embeddings want them."""
+        """Keeps the most frequent words, sorted by frequency, as adaptive embeddings require."""
         counts = dict.fromkeys(NEEDED, 0) | counts
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
         others = [word for word in ranked if word not in NEEDED]
@@ -257,14 +257,14 @@ class Words(Vocabulary):
 
 
 def split_words(data: bytes, final: bool) -> list[str]:
-    """Words, and `<eos>` for the end of each line; the end of a final text ends one too."""
+    """Words, and `<eos>` for the end of each line; in a final text, also of a last line without newline."""
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     found = [word for line in lines[:-1] for word in (*line.split(), "<eos>")]
     return found + lines[-1].split() + ["<eos>"] * bool(final and lines[-1])
 
 
 class TokenizerFile(Vocabulary):
-    """A tokenizer.json of the tokenizers library."""
+    """A tokenizer.json file of the tokenizers library."""
 
     def __init__(self, content: bytes) -> None:
         tokenizers = need("tokenizers", "text")
@@ -300,7 +300,7 @@ class TokenizerFile(Vocabulary):
 
 
 def load(kind: Kind, content: bytes) -> Vocabulary:
-    """The vocabulary of that kind from the content of its file."""
+    """The vocabulary of a kind, from the content of its file."""
     match kind:
         case "bytes":
             return Bytes()
@@ -313,7 +313,7 @@ def load(kind: Kind, content: bytes) -> Vocabulary:
 
 
 def check_exact(vocabulary: Vocabulary, name: str) -> None:
-    """Refuses a tokenizer that does not give every text back as it was, whole or in two."""
+    """Refuses a tokenizer that does not restore a difficult text exactly when it is encoded in two parts."""
     data = _TRIAL.encode()
     try:
         parts = [vocabulary.encode(data, final=False), vocabulary.encode(data, final=True)]

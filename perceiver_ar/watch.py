@@ -1,4 +1,4 @@
-"""A run that stands still: which of its ranks is to blame, said before all of them end."""
+"""Detects that a run hangs, and names the rank to blame before all of them exit."""
 
 import itertools
 import json
@@ -16,10 +16,10 @@ from perceiver_ar.distributed import Ranks
 
 
 class Watch:
-    """Use as a context; `beat` says that this rank goes on, at the same places on every rank.
+    """Use as a context manager, and call `beat` at the same points of the program on every rank.
 
-    A thread of each rank tells the others how far it is. Where nothing moves for too long, the rank that
-    tells nothing any more is to blame; where all do, the one that is behind.
+    A thread of each rank reports its number of beats to a shared store. When no rank advances for too
+    long, the one that has stopped reporting is to blame or, if all report, the one with the fewest beats.
     """
 
     def __init__(self, ranks: Ranks, minutes: float) -> None:
@@ -28,7 +28,7 @@ class Watch:
         self.beats = self.step = 0
         self.still = False
         self.told: dict[int, list[int]] = {}
-        """Of each rank, read while this one stands still: a count of what it told, and its beats."""
+        """By rank: number of its reports, and its beats. Read only while this rank does not advance."""
         self.over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -36,7 +36,7 @@ class Watch:
         if self.ranks.size > 1:
             store: Any = distributed_c10d._get_default_store()
             self.store = dist.PrefixStore("watch", store.clone())
-            # Apart, since the one that talks may never get an answer.
+            # Two threads, since the one that uses the store may never get an answer.
             for work in (self._talk, self._judge):
                 threading.Thread(target=work, daemon=True).start()
         return self
@@ -48,7 +48,7 @@ class Watch:
         self.beats, self.step = self.beats + 1, step
 
     def _talk(self) -> None:
-        with suppress(dist.DistError):  # torchrun, which may keep what is told, is gone
+        with suppress(dist.DistError):  # torchrun, which may host the store, is gone
             for count in itertools.count(1):
                 if self.over.wait(self.every):
                     return
@@ -65,21 +65,21 @@ class Watch:
             elif time.monotonic() - since > 60 * self.minutes:
                 self.still = True
                 before = {}
-                for _ in range(2):  # long enough for all to tell something twice
+                for _ in range(2):  # long enough for every rank to report twice
                     before = dict(self.told)
                     if self.over.wait(3 * self.every):
                         return
                 now = dict(self.told)
                 if any(before[rank][1] != now[rank][1] for rank in before):
-                    since, self.still = time.monotonic(), False  # this one waits for others, which work
+                    since, self.still = time.monotonic(), False  # others still work; this one waits for them
                 elif self.beats == last:
                     self._end(before, now)
 
     def _end(self, before: dict[int, list[int]], now: dict[int, list[int]]) -> None:
-        """Says who is to blame, by one of those who are not, and ends this process."""
+        """Ends this process; one of the ranks that are not to blame first names those that are."""
         ranks = range(self.ranks.size)
         blamed = [rank for rank in ranks if before.get(rank) == now.get(rank)]
-        if self.ranks.rank in blamed:  # nothing is heard at all: the first keeps what is told
+        if self.ranks.rank in blamed:  # no reports at all: rank 0 may host the store
             blamed = [0]
         elif not blamed:
             least = min(beats for _, beats in now.values())
@@ -93,6 +93,6 @@ class Watch:
                 file=sys.stderr,
                 flush=True,
             )
-        else:  # once others lose this one, they are busy with that, and name nobody
+        else:  # wait for the message: ranks that lose their connection to this one name nobody
             time.sleep(4 * self.every)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Work shared out to processes: one that crashes or hangs costs its own item and nothing else."""
+"""Work distributed over processes: one that crashes or hangs costs only its own item."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Done(NamedTuple):
-    """An item, what came of it, or what went wrong."""
+    """An item with its result or its error."""
 
     item: Any
     value: Any
@@ -23,11 +23,11 @@ class Done(NamedTuple):
 
 
 class Lost(Exception):
-    """The process that had the item is gone."""
+    """The process that had the item crashed or took too long."""
 
 
 class _Worker:
-    """A process that does one item at a time."""
+    """A process that works on one item at a time."""
 
     def __init__(self, work: Callable[[Any], Any], threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -40,11 +40,11 @@ class _Worker:
 
     def give(self, item: Any, seconds: float) -> None:
         self.item, self.deadline = item, time.monotonic() + seconds
-        with suppress(BrokenPipeError):  # it is found dead when it is listened to
+        with suppress(BrokenPipeError):  # that it is dead is noticed when its result is read
             self.pipe.send(item)
 
     def result(self) -> Done:
-        """What came of the item: called once there is an answer, or the process is gone, or too slow."""
+        """The outcome of the item. Call it after a reply, the end of the process, or the deadline."""
         if self.pipe.poll():
             with suppress(EOFError, ConnectionResetError):
                 return Done(self.item, *self.pipe.recv())
@@ -59,7 +59,7 @@ class _Worker:
 
 @contextmanager
 def _without_main(work: Callable[..., Any]) -> Generator[None]:
-    """Keeps a new process from running the user's script again, unless the work is defined there."""
+    """Keeps a spawned process from running the user's script again, unless the work is defined there."""
     main = sys.modules["__main__"]
     if getattr(getattr(work, "func", work), "__module__", None) != "__main__":
         sys.modules["__main__"] = ModuleType("__main__")
@@ -70,8 +70,8 @@ def _without_main(work: Callable[..., Any]) -> Generator[None]:
 
 
 def _serve(pipe: Connection, work: Callable[[Any], Any], threads: int) -> None:
-    """Does the items of the pipe; ends with the parent, even in the middle of one, and ignores Ctrl-C."""
-    if "torch" in sys.modules:  # which would take all cores in each process
+    """Works on items from the pipe; exits with the parent, even in the middle of one, and ignores Ctrl-C."""
+    if "torch" in sys.modules:  # which would use all cores in every process
         sys.modules["torch"].set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow, daemon=True).start()
@@ -92,7 +92,7 @@ def _follow() -> None:
 
 
 def processes(asked: int | None) -> int:
-    """As many as asked, or as there are cores."""
+    """The number of processes: as asked, or one per core."""
     if asked is not None and asked < 1:
         raise ValueError(f"there must be at least 1 process, not {asked}: set --workers.")
     return asked or os.cpu_count() or 1
@@ -101,11 +101,11 @@ def processes(asked: int | None) -> int:
 def each(
     work: Callable[[Any], Any], items: Iterable[Any], workers: int, seconds: float = float("inf")
 ) -> Iterator[Done]:
-    """Does all items in processes, in any order; none may take longer than so many seconds."""
+    """Yields the outcome of each item, in any order; an item may take at most `seconds`."""
     waiting, threads = iter(items), max(1, (os.cpu_count() or 1) // workers)
     crew: list[_Worker] = []
     try:
-        for _, item in zip(range(workers), waiting, strict=False):  # in this order no item is lost
+        for _, item in zip(range(workers), waiting, strict=False):  # zip in this order does not drop an item
             crew.append(_Worker(work, threads))
             crew[-1].give(item, seconds)
         while crew:

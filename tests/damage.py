@@ -10,7 +10,7 @@ from perceiver_ar.sealed import Damaged
 
 
 def every_flip_is_noticed(files: list[Path], count: int, read: Callable[[], object]) -> None:
-    """Each of so many random flips, in these files by turns, makes reading fail; mended, it succeeds."""
+    """Flips `count` random bits, one at a time, in the files by turns; with each, reading must fail."""
     random = np.random.default_rng(0)
     for number in range(count):
         path = files[number % len(files)]

@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported all that takes long: a command starts in no time."""
+"""Commands in processes forked from one with all slow imports done, so that they start at once."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ SERVER.set_forkserver_preload(
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    """What a command prints, reports and returns."""
+    """Runs a command; returns its exit status, standard output and standard error."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = SERVER.Process(target=_command, args=(args, out, err, str(Path.cwd()), dict(os.environ)))

@@ -1,4 +1,4 @@
-"""Killed runs: `python -m tests.kills 20` kills training at so many random moments; no bit may differ."""
+"""Killed runs: `python -m tests.kills 20` kills training at 20 random moments; no bit may differ."""
 
 import json
 import os
@@ -24,7 +24,7 @@ KINDS = ("one rank", "all", "the launcher")
 
 
 def train(run: Path, kinds: list[str], rng: random.Random) -> None:
-    """Trains to the end, killed in these ways, which are used up, at random moments."""
+    """Trains to the end, with kills of these kinds at random moments; removes those done from the list."""
     while True:
         left = len(kinds)
         with under_torchrun(command("train", *SETTINGS, "--out", run, "--resume"), restarts=1) as process:
@@ -45,7 +45,7 @@ def ends_within(process: subprocess.Popen[str], seconds: float) -> bool:
 
 
 def kill(process: subprocess.Popen[str], kind: str, rng: random.Random) -> None:
-    """At the very start there may be no rank yet."""
+    """Kills one rank, everything, or only the launcher. At the very start there may be no rank yet."""
     ranks = workers(process)
     victims = {"one rank": rng.sample(ranks, min(1, len(ranks))), "all": [*ranks, process.pid]}
     for victim in victims.get(kind, [process.pid]):
@@ -53,11 +53,11 @@ def kill(process: subprocess.Popen[str], kind: str, rng: random.Random) -> None:
             os.kill(victim, signal.SIGKILL)
     if kind != "one rank":
         process.wait()
-        wait_until(lambda: all(map(gone, ranks)), 60)  # those left behind notice it
+        wait_until(lambda: all(map(gone, ranks)), 60)  # orphaned ranks notice it
 
 
 def same(run: Path, other: Path) -> bool:
-    """Whether weights, average, optimizer and losses are equal, bit for bit."""
+    """Whether weights, average, optimizer state and losses are equal, bit for bit."""
     found, wanted = (reading.tensors(reading.newest(x)) for x in (run, other))
     told = [[json.loads(line)["loss"] for line in (x / "metrics.jsonl").open()] for x in (run, other)]
     return (

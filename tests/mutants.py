@@ -1,4 +1,4 @@
-"""Damaged files: `python -m tests.mutants 6000 .mid .png .jpg` reads so many, and counts what happens."""
+"""Damaged files: `python -m tests.mutants 6000 .mid .png .jpg` reads 6000 of them, and counts outcomes."""
 
 import random
 import sys
@@ -19,7 +19,7 @@ KINDS = (".mid", ".png", ".jpg", ".wav", ".flac", ".ogg", ".mp3")
 
 
 def originals(folder: Path) -> None:
-    """One of each kind, made here."""
+    """Makes one file of each kind."""
     import soundfile
     from PIL import Image
 
@@ -36,7 +36,7 @@ def originals(folder: Path) -> None:
 
 
 def mutants(folder: Path, count: int, kinds: Sequence[str], seed: int = 0) -> Iterator[Path]:
-    """Files cut short, with bits flipped, or with bytes overwritten."""
+    """Yields files that are cut short, or have bits flipped or bytes overwritten."""
     rng = random.Random(seed)
     originals(folder)
     for index in range(count):
@@ -54,14 +54,14 @@ def mutants(folder: Path, count: int, kinds: Sequence[str], seed: int = 0) -> It
 
 
 def read(path: Path) -> int:
-    """As `prepare` does; how much was found."""
+    """Reads a file as `prepare` does; returns how much was found."""
     if path.suffix == ".mid":
         return len(encode_midi(path))
     return (read_sound(path, 16_000, -20.0) if path.suffix in SOUNDS else read_picture(32, path)).size
 
 
 def outcomes(folder: Path, count: int, kinds: Sequence[str] = KINDS, seed: int = 0) -> Counter[str]:
-    """How often each kind of end came."""
+    """How often each outcome occurred, by kind of file."""
     results = each(read, mutants(folder, count, kinds, seed), workers=2, seconds=20)
     return Counter(
         f"{path.suffix}: {type(error).__name__ if error else 'read'}" for path, _, error in results

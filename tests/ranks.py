@@ -1,4 +1,4 @@
-"""Ranks for tests: under torchrun, or forked from a process that has imported all that takes long."""
+"""Ranks for tests: under torchrun, or forked from a process with all slow imports done."""
 
 import os
 import signal
@@ -25,9 +25,9 @@ def free_port() -> int:
 def on_ranks(
     size: int, work: Callable[..., Any], *args: Any, seconds: float = 60, **settings: object
 ) -> list[Any]:
-    """What `work` gives on each of so many ranks, as text the exception that it raised, or None if it died.
+    """Runs `work` on `size` ranks; returns each one's result, its exception as text, or None without answer.
 
-    Where one died, the others have two seconds more. Nothing is left behind.
+    Once a rank has died, the others get two more seconds. No process is left behind.
     """
     shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", **settings}
     shared |= {"MASTER_PORT": free_port()}
@@ -77,7 +77,7 @@ def command(*args: object) -> list[str]:
 def under_torchrun(
     wanted: list[str], restarts: int = 0, processes: int = 2, reached: Sequence[str] = ("--standalone",)
 ) -> Generator[subprocess.Popen[str]]:
-    """Several processes of one command; nothing of them is left behind."""
+    """Runs a command under torchrun; on exit, kills all processes that this started."""
     mark = f"MARK={uuid.uuid4()}"
     launcher = ["torch.distributed.run", *reached, "--nproc-per-node", str(processes), "--no-python"]
     process = subprocess.Popen(
@@ -91,7 +91,7 @@ def under_torchrun(
     try:
         yield process
     finally:
-        for found in Path("/proc").glob("[0-9]*/environ"):  # also those whose launcher is gone
+        for found in Path("/proc").glob("[0-9]*/environ"):  # including orphans
             with suppress(OSError):
                 if mark.encode() in found.read_bytes():
                     os.kill(int(found.parent.name), signal.SIGKILL)
@@ -99,7 +99,7 @@ def under_torchrun(
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that torchrun started, by rank."""
+    """Ids of the processes that torchrun started, by rank."""
     found = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     with suppress(OSError):
         return [int(x) for x in found.read_text().split()]
@@ -107,7 +107,7 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What it printed, and what it reported."""
+    """Waits for success; returns standard output and standard error."""
     printed, said = process.communicate(timeout=120)
     assert process.returncode == 0, said[-3000:]
     return printed, said
@@ -121,7 +121,7 @@ def wait_until(happened: Callable[[], Any], seconds: float = 100) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, also where nobody asked for its end."""
+    """Whether a process has ended, perhaps as a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     return True

@@ -1,4 +1,4 @@
-"""Checkpoints, read without a model."""
+"""Reads checkpoints without a model."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from perceiver_ar.sealed import file_digest, write_sealed
 
 
 def state(place: Path) -> dict[str, Any]:
-    """The plain values, once all is found to be whole."""
+    """The plain values of an intact checkpoint."""
     return check(place)
 
 
 def tensors(place: Path) -> dict[str, torch.Tensor]:
-    """All tensors, whole."""
+    """All tensors of an intact checkpoint, unsharded."""
     check(place)
     about = plain_reader(place).read_metadata().state_dict_metadata
     found = {
@@ -34,7 +34,7 @@ def newest(run: Path) -> Path:
 
 
 def as_first_format(place: Path) -> None:
-    """Writes a checkpoint as it was before torch's distributed ones."""
+    """Rewrites a checkpoint in format version 1: all tensors in one safetensors file."""
     found, about = tensors(place), state(place)
     for path in place.iterdir():
         path.unlink()

@@ -1,4 +1,4 @@
-"""python -m tests.screens FOLDER RUN...: pictures of the playground, desktop and phone, for the docs."""
+"""Screenshots of the playground for the docs, desktop and phone: python -m tests.screens FOLDER RUN..."""
 
 import sys
 import tempfile
@@ -12,7 +12,7 @@ WIDTHS = {"desktop": 1280, "phone": 390}
 
 
 def main(folder: Path, *runs: str) -> None:
-    """Of a run named wikipedia, for instance, folder/wikipedia-desktop.png."""
+    """Takes all screenshots: of a run named wikipedia, for instance, folder/wikipedia-desktop.png."""
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as place, served(Path(place), *runs) as server, sync_playwright() as p:
@@ -35,7 +35,7 @@ def main(folder: Path, *runs: str) -> None:
 
 
 def shoot(page: Any, path: Path) -> None:
-    """Something drawn, and how it goes with other numbers of latents."""
+    """Takes a screenshot of a drawn sample, with the comparison of numbers of latents."""
     prompt = page.locator(".prompt textarea:visible")
     if prompt.count():
         prompt.fill("The city of ")

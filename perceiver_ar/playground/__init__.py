@@ -1,4 +1,4 @@
-"""A web page for trained models: see, hear and compare what they draw, and watch them learn."""
+"""A web page for trained models: see, hear and compare their samples, and watch them train."""
 
 from perceiver_ar.playground.server import serve
 

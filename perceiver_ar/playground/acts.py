@@ -1,4 +1,4 @@
-"""What visitors can ask of a model: to draw, to compare numbers of latents, to show where it looks."""
+"""What visitors can ask of a model: drawing samples, comparing numbers of latents, showing its attention."""
 
 import html as escaping
 import re
@@ -33,27 +33,27 @@ from perceiver_ar.tasks.image import ImageTask
 from perceiver_ar.windows import Tokens
 
 LONGEST = 16_384
-"""Tokens that one visitor may ask for, where the task does not say how many there are."""
+"""Most tokens of a request, unless the task fixes their number."""
 SHOWN_EVERY = 0.15
-"""Seconds, while something is drawn."""
+"""Seconds between updates of the page while a sample is drawn."""
 NOT_YET: Any = gr.update(value=None, visible=False)
-"""What is there once all is drawn."""
+"""Hidden until the sample is complete."""
 
 ONE_BY_ONE: dict[str, Any] = {
     "concurrency_limit": 1,
     "concurrency_id": "models",
     "show_progress": "minimal",
 }
-"""All that models do, whichever: visitors wait for each other."""
+"""For everything that runs a model, whichever it is: visitors wait for each other."""
 
 
 class Stopped(Exception):
-    """By the visitor."""
+    """The visitor asked to stop."""
 
 
 @contextmanager
 def told() -> Generator[None]:
-    """A visitor's mistake is told to that visitor, with no name of a folder; nobody else is troubled."""
+    """Shows a visitor's mistake to that visitor only, with paths cut to file names, and does not log it."""
     try:
         yield
     except (ValueError, TypeError, OverflowError, OSError) as error:
@@ -63,7 +63,7 @@ def told() -> Generator[None]:
 
 @dataclass(frozen=True)
 class Wish:
-    """How to draw."""
+    """The settings of a request."""
 
     temperature: float
     top_k: int
@@ -75,13 +75,13 @@ class Wish:
 
     @classmethod
     def of(cls, temperature: Any, top_k: Any, top_p: Any, seed: Any, *whole: Any) -> "Wish":
-        """From what the page holds, where all numbers may be fractions, or missing."""
+        """From values of the page, where any number may be fractional or missing."""
         if any(value is None for value in (temperature, top_k, top_p, seed, *whole)):
             raise ValueError("a setting is empty: give a number for each.")
         return cls(float(temperature), int(top_k), float(top_p), int(seed), *map(int, whole))
 
     def settings(self) -> dict[str, Any]:
-        """Of `stream`."""
+        """As arguments of `stream`."""
         return {
             "temperature": self.temperature,
             "top_k": self.top_k or None,
@@ -94,16 +94,16 @@ class Wish:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a page keeps of the last sample."""
+    """What the page keeps of the last sample."""
 
     tokens: list[int]
     given: int
-    """How many of them were the prompt."""
+    """How many of them are the prompt."""
     latents: int
 
 
 class Acts:
-    """Of one run. Each wish has a ticket, by which it can be stopped, even before it begins."""
+    """Requests to one run. Each has a ticket, by which it can be stopped, even before it begins."""
 
     def __init__(self, shown: Shown, view: View) -> None:
         self.shown, self.view = shown, view
@@ -114,15 +114,15 @@ class Acts:
         return uuid.uuid4().hex
 
     def stop(self, ticket: str) -> None:
-        """Returns once what was stopped has ended; what has not begun then never will."""
-        if ticket:  # which programs, and those who drew nothing yet, do not have
+        """Stops a request, and returns once it has ended; if it has not begun, it never will."""
+        if ticket:  # programs, and visitors who have drawn nothing yet, have none
             self.stopped.append(ticket)
             while ticket in self.running:
                 time.sleep(0.05)
 
     @contextmanager
     def _at_work(self, ticket: str) -> Generator[Callable[[], bool]]:
-        """Gives what tells whether it was stopped."""
+        """Yields a function that tells whether the request was stopped."""
         self.running.add(ticket)
         try:
             with told():
@@ -131,7 +131,7 @@ class Acts:
             self.running.discard(ticket)
 
     def draw(self, ticket: str, numbers: tuple[Any, ...], given: tuple[Any, ...]) -> Iterator[Any]:
-        """Canvas, status, attention, sound, files and tokens, again and again while they grow."""
+        """Yields canvas, status, attention, sound, files and the kept sample, repeatedly while it grows."""
         with self._at_work(ticket) as stopped:
             if stopped():
                 return
@@ -151,7 +151,7 @@ class Acts:
     def samples(
         self, wish: Wish, given: tuple[Any, ...] | None, stopped: Callable[[], bool]
     ) -> Iterator[Sample]:
-        """What is drawn, a few times a second and at the end; given nothing, from the task's beginning."""
+        """Yields the samples so far, a few times per second and at the end; given=None: the task's prompt."""
         if wish.count < 1 or not 1 <= wish.samples <= self.view.most_samples:
             raise ValueError(f"draw from 1 token on, and from 1 to {self.view.most_samples} samples.")
         model, task = self.shown.get()
@@ -171,7 +171,7 @@ class Acts:
         yield _so_far(task, prompt, steps, chances)
 
     def look(self, drawn: Drawn | None, back: int) -> str:
-        """Where the cross-attend looks from the token that stands so far back, over what was held then."""
+        """Where the cross-attention looks from the token `back` before the last, over inputs held then."""
         with told():
             model, task = self.shown.get()
             if not isinstance(model, PerceiverAR):
@@ -191,7 +191,7 @@ class Acts:
             return explained(weights.float().cpu().numpy())
 
     def compare(self, ticket: str, chosen: Any, given: tuple[Any, ...]) -> Iterator[str]:
-        """A table that grows: tokens a second and, where there is a reference, nats, by latents."""
+        """Yields a growing table by number of latents: tokens per second and, given a reference, nats."""
 
         def go_on(*_: int) -> None:
             if stopped():
@@ -223,14 +223,14 @@ class Acts:
 
 
 def latents_to_try(shown: Shown) -> list[int]:
-    """16, 64, 256 ... below N, then N and 2 N."""
+    """16, 64, 256 ... below N, then N and up to 2 N."""
     usual = shown.experiment.model.latents
     fewer = [16 * 4**i for i in range(8) if 16 * 4**i < usual]
     return sorted({*fewer, usual, shown.most_latents})
 
 
 def held(given: int, total: int, context: int, latents: int) -> tuple[int, int]:
-    """Inputs and latents that a cache holds once so many tokens are read, of which some were the prompt."""
+    """Inputs and latents that the cache holds after `total` tokens, of which `given` were the prompt."""
     inputs = given if given <= context else context - latents // 2
     now = half(inputs, latents)
     for _ in range(total - given):
@@ -239,18 +239,18 @@ def held(given: int, total: int, context: int, latents: int) -> tuple[int, int]:
 
 
 def _settled(task: Task) -> bool:
-    """Whether all its documents have one length."""
+    """Whether all documents of the task have the same length."""
     return isinstance(task, CopyTask | ImageTask)
 
 
 def _span(model: Decoder, task: Task) -> int:
-    """Tokens that can be read: all of the context, unless documents are shorter."""
+    """Tokens that can be read: the whole context, unless documents are shorter."""
     start, context = task.start(0), model.config.context
     return min(context, len(start) + task.count(start)) if _settled(task) else context
 
 
 def _count(model: Decoder, task: Task, prompt: Tokens, wish: Wish) -> int:
-    """As many as were asked for, or as the task has, where that is settled; and as the model can."""
+    """How many tokens to draw: as asked or, if fixed, as the task has; no more than the model can."""
     count = task.count(prompt) if _settled(task) else min(wish.count, LONGEST)
     return count if model.config.unbounded else max(1, min(count, model.config.context - len(prompt) + 1))
 
@@ -265,7 +265,7 @@ def _kept(sample: Sample, wish: Wish) -> Drawn:
 
 
 class _Seldom:
-    """Does something that takes time, but for a tenth of the time at most; otherwise it stays as it was."""
+    """Limits a slow action to about a tenth of the time; in between, returns its last result."""
 
     def __init__(self, act: Callable[[Sample], str]) -> None:
         self.act, self.due, self.last = act, 0.0, ""

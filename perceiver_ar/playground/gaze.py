@@ -1,4 +1,4 @@
-"""How far back the cross-attend looks for a token, as a picture over the whole context.
+"""How far back the cross-attention looks for a token, as a picture over the whole context.
 
 Letters: T inputs, H heads, W columns of the picture.
 """
@@ -12,12 +12,12 @@ from perceiver_ar.model import PerceiverAR
 from perceiver_ar.playground.html import picture
 
 WIDTH = 768
-"""Columns at most: of inputs that share one, the one that is looked at most counts."""
+"""Most columns; one that several inputs share shows the largest of their weights."""
 
 
 @torch.inference_mode()
 def gaze(model: PerceiverAR, tokens: Tensor, positions: Tensor | None, number: int) -> Tensor:
-    """How much of each input (1, T) the last, which is the latent of that number, takes in: (H, T)."""
+    """Cross-attention weights (H, T) of the last input, as latent `number`, over all inputs (1, T)."""
     places = model.place(tokens, positions, None)
     inputs, cross = model.embedding(tokens, places), model.cross_attend
     z = model.queries(inputs[:, -1:], torch.tensor([[number]], device=tokens.device))
@@ -28,7 +28,7 @@ def gaze(model: PerceiverAR, tokens: Tensor, positions: Tensor | None, number: i
 
 
 def explained(weights: NDArray[np.float32]) -> str:
-    """(H, T) as a picture, a row a head, with words."""
+    """Weights (H, T) as a picture, one row per head, with a caption."""
     heads, inputs = weights.shape
     mean = weights.mean(0)
     from_now = np.cumsum(mean[::-1])
@@ -36,7 +36,7 @@ def explained(weights: NDArray[np.float32]) -> str:
     columns = min(inputs, WIDTH)
     bins = np.arange(columns) * inputs // columns
     seen = np.maximum.reduceat(weights, bins, axis=1)  # (H, W)
-    # The fourth root shows what is looked at a little, too.
+    # The fourth root makes small weights visible too.
     level = (seen / seen.max(axis=1, keepdims=True)) ** 0.25
     paper, ink = np.array([247, 247, 252.0]), np.array([67, 56, 202.0])
     pixels = (paper + level[..., None] * (ink - paper)).astype(np.uint8)

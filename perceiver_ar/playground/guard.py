@@ -1,14 +1,14 @@
-"""Refuses requests that would make the server fetch something elsewhere, or hold too much at once."""
+"""Refuses requests that would make the server fetch remote files, or hold too much in memory."""
 
 import json
 from typing import Any
 
 LARGEST = 2**20
-"""Bytes of what is asked; files are uploaded by another way, which has a limit of its own."""
+"""Most bytes of a request; uploads of files take another path, with a limit of its own."""
 
 
 class Guard:
-    """Stands before the page; speaks ASGI."""
+    """ASGI middleware in front of the page."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -35,7 +35,7 @@ class Guard:
 
 
 async def _read(receive: Any) -> bytes | None:
-    """The whole of a request; None if it is too large."""
+    """The whole body of a request; None if it is too large."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -46,7 +46,7 @@ async def _read(receive: Any) -> bytes | None:
 
 
 def _is_elsewhere(body: bytes) -> bool:
-    """Whether a file is meant that lies on another machine."""
+    """Whether the request names a file on another machine."""
     try:
         return _names_address(json.loads(body))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Pieces of the page: shaded tokens, pictures, tables. All text in them is escaped."""
+"""Elements of the page: shaded tokens, pictures, tables. All text in them is escaped."""
 
 import base64
 import io
@@ -26,7 +26,7 @@ STYLE = """
 .figures .chosen { font-weight: 600; }
 footer, .leave { display: none !important; }
 """
-# Ten shades, the less likely the stronger.
+# Ten shades: the less likely the token, the stronger.
 STYLE += "".join(
     f".drawn .p{n} {{ background: rgba(234, 120, 12, {0.6 - 0.065 * n:.3f}); }}\n" for n in range(10)
 )
@@ -38,7 +38,7 @@ def span(text: str, kind: str, title: str = "") -> str:
 
 
 def shade(text: str, probability: float) -> str:
-    """A token, the less likely the darker."""
+    """A token, shaded the more strongly the less likely it is."""
     return span(text, f"p{min(9, int(probability * 10))}", f"{probability:.1%}")
 
 
@@ -47,7 +47,7 @@ def drawn(parts: Iterable[str]) -> str:
 
 
 def picture(pixels: NDArray[np.uint8], words: str, kind: str = "canvas") -> str:
-    """Pixels (height, width, 3) or (height, width), inside the page itself."""
+    """Pixels (height, width, 3) or (height, width) as an inline image."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -57,7 +57,7 @@ def picture(pixels: NDArray[np.uint8], words: str, kind: str = "canvas") -> str:
 
 
 def figures(heads: Sequence[str], rows: Iterable[Sequence[str]], chosen: str) -> str:
-    """A table; the row that begins with what is chosen stands out."""
+    """A table, in which the row that begins with `chosen` stands out."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     body = "".join(
         f"<tr{' class=chosen' if row[0] == chosen else ''}>"

@@ -1,4 +1,4 @@
-"""How fast a model draws with so many latents, refreshes included, once its context is full."""
+"""How fast a model generates with a given number of latents at a full context, refreshes included."""
 
 import time
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from perceiver_ar.timing import synchronize
 from perceiver_ar.windows import Tokens
 
 WARM, TIMED = 2, 24
-"""Steps."""
+"""Steps of warm-up, and steps that are timed."""
 
 
 @torch.inference_mode()
 def tokens_per_second(
     model: PerceiverAR, task: Task, prompt: Tokens, total: int, latents: int, go_on: Callable[[], None]
 ) -> float:
-    """Of one row, at the end of so many tokens; go_on is called between steps, and may raise."""
+    """The speed for one row at the end of `total` tokens; go_on is called between steps, and may raise."""
     device, given = model.norm.weight.device, max(1, total - WARM - TIMED)
     tokens = torch.from_numpy(np.resize(prompt, (1, given))).long().to(device)
     numbers = np.arange(total)[None]
@@ -42,7 +42,7 @@ def tokens_per_second(
 
     renewed = max(1, latents // 2)
     if device.type == "cuda":
-        timed(1, lambda _: refresh(model, cache, renewed, stack))  # which records it
+        timed(1, lambda _: refresh(model, cache, renewed, stack))  # which captures it
     again = timed(1, lambda _: refresh(model, cache, renewed, stack))
 
     def one_more(t: int) -> None:
@@ -55,5 +55,5 @@ def tokens_per_second(
     for t in range(warm):
         one_more(t)
     each = timed(steps - warm, lambda t: one_more(warm + t))
-    period = latents - renewed + 1  # tokens from one refresh to the next, which itself gives one
+    period = latents - renewed + 1  # tokens from one refresh to the next, which itself yields one
     return period / ((period - 1) * each + again)

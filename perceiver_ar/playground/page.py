@@ -1,4 +1,4 @@
-"""The page: a tab a run, with what can be asked of its model and how its training goes."""
+"""The page: a tab per run, for drawing from its model and following its training."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +11,12 @@ from perceiver_ar.playground.training import training_tab
 from perceiver_ar.playground.views import View, view_of
 
 LENGTHS = {"text": 300, "tokens": 300, "music": 1024, "audio": 1600}
-"""What is drawn by default, where the task does not say how long its documents are."""
+"""Default numbers of tokens, for tasks whose documents have no fixed length."""
 AT_ONCE: dict[str, Any] = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
 
 
 def build(runs: list[Shown]) -> gr.Blocks:
-    """Files of visitors are kept for an hour."""
+    """Builds the page; it deletes files of visitors after about an hour."""
     with gr.Blocks(title="Perceiver AR", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gr.Markdown("# Perceiver AR")
         if len(runs) == 1:
@@ -67,7 +67,7 @@ def _draw(shown: Shown, view: View, acts: Acts) -> None:
                 table = gr.HTML(elem_classes="latents-table")
                 compare = gr.Button("Compare", elem_classes="compare")
 
-    # Their names are those of the address that programs call.
+    # The names of parameters are part of the API that programs call.
     def draw(
         mine: str,
         temperature: Any,
@@ -92,8 +92,8 @@ def _draw(shown: Shown, view: View, acts: Acts) -> None:
     comparing = compare.click(acts.begin, None, ticket, **AT_ONCE).then(
         try_latents, [ticket, latents, *given], table, api_name=named[1], **ONE_BY_ONE
     )
-    # What has begun ends by itself, and keeps what there is. After that, what still waits leaves the queue:
-    # gradio does that for clicks only, so there is a button that nobody sees.
+    # A request that has begun ends by itself, and keeps what there is. After that, waiting ones leave the
+    # queue: gradio can cancel them only on a click, hence the hidden button.
     leave.click(None, cancels=[drawing, comparing])
     halt.click(acts.stop, ticket, None, **AT_ONCE).then(
         None, js=f"() => document.getElementById('{leave.elem_id}').click()"
@@ -116,7 +116,7 @@ def _latents(shown: Shown) -> Any:
 
 
 def _controls(shown: Shown, view: View) -> list[Any]:
-    """Of a Wish, but for the latents: temperature, top-k, top-p, seed, count and samples."""
+    """Controls for a Wish without its latents: temperature, top-k, top-p, seed, count and samples."""
     count = LENGTHS.get(shown.experiment.task)
     with gr.Row():
         temperature = gr.Slider(0, 2, 1, step=0.05, label="Temperature", info="0: the likeliest")

@@ -1,4 +1,4 @@
-"""Starts the page, on this machine alone unless it is asked otherwise, and then behind a password."""
+"""Starts the page: for this machine only or, if asked, for others behind a password."""
 
 import os
 import secrets
@@ -18,9 +18,9 @@ from perceiver_ar.playground.page import build
 from perceiver_ar.playground.shown import Shown
 
 LARGEST = "64mb"
-"""Of what visitors upload."""
+"""Largest upload."""
 WAITING = 200
-"""Visitors that may stand in the queue; others are told to come back."""
+"""Most requests in the queue; further ones are turned away."""
 LOCAL = ("127.0.0.1", "localhost", "::1")
 FONT = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "monospace"]
@@ -35,8 +35,8 @@ def serve(
     browser: bool = True,
     device: str = "auto",
 ) -> None:
-    """Until it is interrupted."""
-    huggingface_hub.constants.HF_HUB_OFFLINE = True  # codecs, too, must be here
+    """Serves the page until interrupted."""
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # codecs must be local too
     shown = [Shown(run, device) for run in runs]
     if len({one.name for one in shown}) < len(shown):
         raise ValueError("two of these runs have the same name: rename the folder of one.")
@@ -48,7 +48,7 @@ def serve(
         print(f"Password: {password}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="perceiver-ar-") as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what visitors left is removed
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that files of visitors are removed
         page = build(shown)
         theme = gr.themes.Soft(primary_hue="indigo", font=FONT, font_mono=MONO)
         page.queue(max_size=WAITING, default_concurrency_limit=4)

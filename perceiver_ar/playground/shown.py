@@ -1,4 +1,4 @@
-"""A run that is shown: its model, read anew whenever training has written it."""
+"""A run in the playground: its model, reloaded whenever training has written it."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from perceiver_ar.tasks.base import Document, Task
 from perceiver_ar.windows import Tokens
 
 SCORED = 256
-"""Tokens of a reference."""
+"""Scored tokens of a reference."""
 
 
 class Shown:
@@ -31,7 +31,7 @@ class Shown:
 
     @property
     def written(self) -> int | None:
-        """When its model was; None if there is none yet."""
+        """When its model was last written; None if there is none yet."""
         try:
             return (model_folder(self.run) / "experiment.json").stat().st_mtime_ns
         except (ValueError, FileNotFoundError):
@@ -39,17 +39,17 @@ class Shown:
 
     @property
     def task(self) -> Task:
-        """As the run has it; what it needs lies beside the model, once there is one."""
+        """The task of the run; with its files, such as a vocabulary, once a model is loaded."""
         return self._held[2] if self._held else tasks.get(self.experiment.task, self.experiment.options)
 
     @property
     def perceives(self) -> bool:
-        """Whether it is a Perceiver AR, whose latents can be chosen."""
+        """Whether it is a Perceiver AR, whose number of latents can be chosen."""
         return isinstance(self.experiment.model, ModelConfig)
 
     @property
     def most_latents(self) -> int:
-        """Twice as many as in training, if the model can."""
+        """Twice as many as in training, as far as the model can."""
         config = self.experiment.model
         return min(2 * config.latents, config.most_latents, config.context)
 
@@ -64,7 +64,7 @@ class Shown:
         return self._held[1], self._held[2]
 
     def reference(self, prompt: Tokens) -> Document | None:
-        """The first validation document or else a prompt that is long enough, its end to be scored."""
+        """The first validation document, or else the prompt if it is long enough; only its end is scored."""
         self.get()
         assert self._held is not None
         document, context = self._held[3], self.experiment.model.context
@@ -77,8 +77,8 @@ class Shown:
 
 
 def _reference(task: Task, data: object) -> Document | None:
-    """The first validation document."""
+    """The first validation document, if the data is available."""
     try:
         return open_source(task.name, task.to_dict(), data).documents("validation")[0]  # ty: ignore
-    except (ValueError, OSError, IndexError):  # the data lie elsewhere
+    except (ValueError, OSError, IndexError):  # the data is elsewhere
         return None

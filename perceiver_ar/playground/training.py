@@ -1,4 +1,4 @@
-"""A run in progress: loss, learning rate, throughput, and samples of its weights so far."""
+"""A run in progress: loss, learning rate, throughput, and samples from its latest weights."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from perceiver_ar.playground.acts import ONE_BY_ONE, Acts, Wish, told
 from perceiver_ar.playground.shown import Shown
 
 POINTS = 600
-"""Of a curve at most."""
+"""Most points of a curve."""
 EVERY = 2.0
-"""Seconds between two looks at what was logged."""
+"""Seconds between two reads of the log."""
 KEPT = 8
-"""Samples, the newest first."""
+"""Most samples shown, the newest first."""
 
 
 class Progress:
-    """Of one run, as all visitors see it."""
+    """The progress of one run, shared by all visitors."""
 
     def __init__(self, shown: Shown, acts: Acts) -> None:
         self.shown, self.acts = shown, acts
@@ -28,7 +28,7 @@ class Progress:
         self.sampled: int | None = None
 
     def look(self, seen: float) -> tuple[Any, ...]:
-        """When the log was written, a summary, and three curves; nothing where nothing is new."""
+        """When the log was written, a summary, and three curves; no update if the log has not changed."""
         written = self.log.stat().st_mtime
         if written == seen:
             return (gr.skip(),) * 5
@@ -36,12 +36,12 @@ class Progress:
             try:
                 self.curves = _curves(read_metrics(self.shown.run), self.shown.experiment.train.steps)
                 self.read_at = written
-            except ValueError:  # not a step yet
+            except ValueError:  # no step yet
                 pass
         return written, *self.curves
 
     def draw(self, seen: int | None) -> tuple[Any, ...]:
-        """Which weights were drawn from last, and all samples: one more, once they were written anew."""
+        """When the last weights were written, and all samples; draws one more if those weights are new."""
         written = self.shown.written
         if written is None or self.curves[1] is None:
             return None, "The first sample comes with the first checkpoint."
@@ -78,13 +78,13 @@ def _curves(lines: list[dict[str, Any]], total: int) -> tuple[Any, ...]:
 
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most so many, the last among them."""
+    """At most POINTS of the lines, the last among them."""
     every = max(1, -(-len(lines) // POINTS))
     return lines[::-1][::every][::-1]
 
 
 def training_tab(shown: Shown, acts: Acts) -> None:
-    """Looks again by itself."""
+    """Fills the tab, which refreshes by itself."""
     progress = Progress(shown, acts)
     seen, drawn = gr.State(0.0), gr.State()
     summary = gr.Markdown(elem_classes="summary")

@@ -1,4 +1,4 @@
-"""How samples of a task are asked for and shown: as words, pictures or sound."""
+"""How prompts are entered and samples shown, by kind of task: as text, pictures or sound."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ from perceiver_ar.tasks.tokens import TokensTask
 from perceiver_ar.windows import Tokens
 
 LONGEST_TEXT = 200_000
-"""Characters of a prompt."""
+"""Most characters of a prompt."""
 SHOWN = 2000
-"""Tokens of a prompt that are shown before what is drawn: its last."""
+"""Tokens of a prompt that are shown, from its end."""
 MOST_PIXELS = 16_000_000
-"""Of a picture that is uploaded."""
+"""Most pixels of an uploaded picture."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, and what was drawn after it so far."""
+    """A prompt, and what has been drawn after it so far."""
 
     task: Task
     prompt: Tokens
     rows: list[Tokens]
-    """(T,) each"""
+    """The drawn tokens of each sample, (T,)."""
     probabilities: list[float]
     """Of the first row's tokens."""
 
@@ -43,19 +43,19 @@ class Sample:
 
 
 class View:
-    """Of one task."""
+    """Prompts and samples of one kind of task."""
 
     unit: ClassVar[str] = "tokens"
     most_samples: ClassVar[int] = 1
     files: ClassVar[tuple[str, ...]] = ()
-    """What the first sample is written to in the end; sound comes first."""
+    """The files that the first sample is written to at the end; sound comes first."""
 
     def inputs(self, task: Task) -> list[Any]:
-        """Parts of the page that ask for a prompt."""
+        """Components of the page that ask for a prompt."""
         raise NotImplementedError
 
     def prompt(self, task: Task, seed: int, *given: Any) -> Tokens:
-        """What they hold: a file and how much of it to keep, if there is one."""
+        """The prompt from their values: a file, if there is one, and how much of it to keep."""
         path, keep = given
         return task.start(seed) if path is None else task.prompt_file(Path(path), int(keep))
 
@@ -74,7 +74,7 @@ class View:
 
 
 class Words(View):
-    """Text, or anything else that is spelled token by token."""
+    """Text, or anything else that can be spelled token by token."""
 
     files = ("sample.txt", "sample.jsonl")
 
@@ -120,7 +120,7 @@ class Words(View):
 
 
 def _spelled(words: list[str], chances: list[float]) -> Iterator[tuple[str, float]]:
-    """Words and their probabilities: of all tokens that it took to spell a character."""
+    """Words with probabilities; a character of several tokens has the product of theirs."""
     whole = 1.0
     for word, chance in zip(words, chances, strict=True):
         whole *= chance
@@ -162,18 +162,18 @@ class Pictures(View):
 
 
 def _check_picture(path: Path) -> None:
-    """Refuses what would take much memory, before it is read."""
+    """Refuses a picture that would take much memory, before decoding it."""
     try:
         with Image.open(path, formats=("png", "jpeg", "webp", "bmp", "gif")) as picture:
             pixels = picture.width * picture.height
-    except Exception as error:  # of every kind, on damaged files
+    except Exception as error:  # of any kind, on damaged files
         raise ValueError(f"{path.name} is not a picture that can be read: {error}") from None
     if pixels > MOST_PIXELS:
         raise ValueError(f"{path.name} has {pixels:,} pixels: take one of at most {MOST_PIXELS:,}.")
 
 
 class Music(View):
-    """Piano rolls that grow, then sound."""
+    """Piano rolls that grow, and can then be played."""
 
     unit = "events"
     files = ("piece.wav", "piece.mid", "piece.png")
@@ -191,7 +191,7 @@ class Music(View):
 
 
 class Sound(View):
-    """Codes that become sound once they are there."""
+    """Codes, which become sound once they are complete."""
 
     unit = "codes"
     files = ("sound.wav", "sound.png")
@@ -203,7 +203,7 @@ class Sound(View):
         ]
 
     def prompt(self, task: Task, seed: int, *given: Any) -> Tokens:
-        task.check_file(Path(self.files[0]))  # whose codec may be missing: better now than in the end
+        task.check_file(Path(self.files[0]))  # its codec may be missing: better to fail now than at the end
         return super().prompt(task, seed, *given)
 
     def show(self, sample: Sample) -> str:
