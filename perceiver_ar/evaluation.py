@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from perceiver_ar.baselines import TransformerXL
@@ -42,48 +43,56 @@ class Part(NamedTuple):
 
 @dataclass
 class Totals:
-    """Sums and counts over all scored tokens."""
+    """Sums over all scored tokens, by what the task reports losses by."""
 
-    nats: float = 0.0
-    tokens: int = 0
-    right: int | None = 0
-    by_position: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Nats and count of targets by place in the document; keys are upper bounds: 512, 1,024, 2,048 ..."""
+    task: Task
+    parts: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    """Nats, number and hits of targets; keys are upper bounds: 512, 1,024, 2,048 ..."""
+    hits_known: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return int(sum(part[1] for part in self.parts.values()))
 
     def add(self, nats: Tensor, right: Tensor | None, places: Sequence[range]) -> None:
         """Adds a batch: nats and hits (B, N), where the last columns of each row are those of its places."""
-        self.right = None if right is None or self.right is None else self.right + int(right.sum())
-        for row, where in zip(nats.double().cpu().numpy(), places, strict=True):
-            scored = row[len(row) - len(where) :]
-            self.nats += float(scored.sum())
-            self.tokens += len(where)
-            which = np.searchsorted(_BOUNDS, np.arange(where.start, where.stop), side="right")
+        self.hits_known &= right is not None
+        hits = torch.zeros_like(nats) if right is None else right
+        sums = torch.stack((nats.double(), torch.ones_like(nats).double(), hits.double()), dim=1)
+        for row, where in zip(sums.cpu().numpy(), places, strict=True):
+            scored = row[:, row.shape[1] - len(where) :]
+            which = np.searchsorted(_BOUNDS, self.task.along(np.array(where)), side="right")
             for bound in np.unique(which):
-                inside = scored[which == bound]
-                total, count = self.by_position.get(int(_BOUNDS[bound]), (0.0, 0))
-                self.by_position[int(_BOUNDS[bound])] = total + float(inside.sum()), count + len(inside)
+                self._put(int(_BOUNDS[bound]), scored[:, which == bound].sum(axis=1))
+
+    def _put(self, bound: int, sums: NDArray[np.float64]) -> None:
+        self.parts[bound] = self.parts.get(bound, 0) + sums
 
     def merged(self, other: "Totals") -> "Totals":
         """The sum of both."""
-        right = None if self.right is None or other.right is None else self.right + other.right
-        places = dict(self.by_position)
-        for bound, (nats, count) in other.by_position.items():
-            before = places.get(bound, (0.0, 0))
-            places[bound] = before[0] + nats, before[1] + count
-        return Totals(self.nats + other.nats, self.tokens + other.tokens, right, places)
+        whole = Totals(self.task, dict(self.parts), self.hits_known and other.hits_known)
+        for bound, sums in other.parts.items():
+            whole._put(bound, sums)
+        return whole
 
-    def report(self, task: Task, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Mean nats and bits per token, the task's own measures, and nats by position."""
-        mean = self.nats / self.tokens
-        report: dict[str, Any] = {"tokens": self.tokens, "nats": mean, "bits": mean / math.log(2)}
-        report |= task.report(self.nats, self.tokens, counts)
-        if task.accuracy and self.right is not None:
-            report["accuracy"] = self.right / self.tokens
-        report["by_position"] = {
-            str(bound): {"tokens": count, "nats": total / count}
-            for bound, (total, count) in sorted(self.by_position.items())
+    def report(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Mean nats and bits per token, the task's own measures, and the means of each part."""
+        parts = dict(sorted(self.parts.items()))
+        whole = self._means(sum(parts.values()))
+        tokens, nats = whole["tokens"], whole["nats"]
+        report = {"tokens": tokens, "nats": nats, "bits": nats / math.log(2)}
+        report |= self.task.report(nats * tokens, tokens, counts) | whole
+        report[f"by_{self.task.reported_by}"] = {
+            str(bound): self._means(sums) for bound, sums in parts.items()
         }
         return report
+
+    def _means(self, sums: Any) -> dict[str, Any]:
+        nats, tokens, hits = (float(total) for total in sums)
+        means: dict[str, Any] = {"tokens": int(tokens), "nats": nats / tokens}
+        if self.task.accuracy and self.hits_known:
+            means["accuracy"] = hits / tokens
+        return means
 
 
 def evaluate(
@@ -105,7 +114,7 @@ def evaluate(
     Windows are distributed over the ranks, which all return the same report; progress, called with the
     number of scored tokens and their total, is called equally often on every rank.
     """
-    ranks, totals = ranks or Ranks(), Totals()
+    ranks, totals = ranks or Ranks(), Totals(task)
     windowing = Windowing.of(model, latents=latents, stride=stride, context=context, batch_size=batch_size)
     known = isinstance(documents, Documents)
     wanted = documents.targets if known else sum(document.stop - document.first for document in documents)
@@ -117,7 +126,7 @@ def evaluate(
     totals = functools.reduce(Totals.merged, ranks.gather(totals))
     if not totals.tokens:
         raise ValueError("there is nothing to evaluate: the documents hold no token that is scored.")
-    return totals.report(task, getattr(documents, "counts", {})) | task.reach(windowing.context)
+    return totals.report(getattr(documents, "counts", {})) | task.reach(windowing.context)
 
 
 @dataclass(frozen=True)

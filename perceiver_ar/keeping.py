@@ -11,6 +11,7 @@ from perceiver_ar.checkpoint import disk_is_full
 from perceiver_ar.distributed import whole
 from perceiver_ar.evaluation import evaluate, predict
 from perceiver_ar.job import Job, State
+from perceiver_ar.report import means
 from perceiver_ar.run import export
 
 
@@ -27,15 +28,14 @@ def evaluate_step(job: Job, run: State) -> None:
             ranks=run.others,
         )
         sample = task.show(*predict(run.model, task, documents[0], 16))
-    means = {key: value for key, value in report.items() if key != "by_position"}
-    words = "  ".join(f"{key} {means[key]:.4f}" for key in ("nats", "accuracy") if key in means)
+    words = "  ".join(f"{key} {report[key]:.4f}" for key in ("nats", "accuracy") if key in report)
     run.evaluated, run.worse = run.step, run.worse + 1
     if job.ranks.first(lambda: report["nats"] < run.best):  # ranks that share inputs may differ in a bit
         with unless_full(job, run.step):
             write_model(job, run)
             run.best, run.worse = report["nats"], 0
             words += "  (best so far: saved)"
-    job.metrics.log({"step": run.step, "validation": means})
+    job.metrics.log({"step": run.step, "validation": means(report)})
     job.metrics.say(f"step {run.step:,}: validation {words}")
     if sample is not None:
         job.metrics.say(sample)

@@ -8,6 +8,7 @@ import numpy as np
 
 from perceiver_ar.extras import need
 from perceiver_ar.metrics import read_metrics
+from perceiver_ar.report import by_part
 
 
 def check_picture(path: Path) -> None:
@@ -28,10 +29,11 @@ def new_figure(**labels: str) -> tuple[Any, Any]:
 
 
 def draw_positions(report: dict[str, Any], path: Path) -> None:
-    """Plots the nats of an evaluation by position in the document."""
-    figure, axes = new_figure(xlabel="position in the document", ylabel="nats per token")
-    bounds = [f"< {int(bound):,}" for bound in report["by_position"]]
-    values = [part["nats"] for part in report["by_position"].values()]
+    """Plots the nats of an evaluation by position in the document, or what else they are reported by."""
+    name, parts = by_part(report)
+    figure, axes = new_figure(xlabel=name, ylabel="nats per token")
+    bounds = [f"< {int(bound):,}" for bound in parts]
+    values = [part["nats"] for part in parts.values()]
     axes.plot(bounds, values, marker="o")
     axes.axhline(report["nats"], linestyle="--", color="grey", label=f"all: {report['nats']:.4f}")
     axes.tick_params(axis="x", rotation=30)

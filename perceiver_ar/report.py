@@ -21,18 +21,31 @@ def progress_bar(shown: bool, what: str) -> Generator[Callable[[int, int], None]
 def show(report: dict[str, Any], sample: str | None) -> None:
     """Prints the report, and the sample if there is one."""
     console = Console(highlight=False, markup=False, emoji=False)
-    told = {key: _number(key, value) for key, value in report.items() if key != "by_position"}
+    told = {key: _number(key, value) for key, value in means(report).items()}
     for key, value in told.items():
         console.print(f"{key:{max(map(len, told))}} {value}")
-    if len(report["by_position"]) > 1:
-        table = Table("position below", "tokens", "nats", box=None, padding=(0, 1, 0, 0))
-        for bound, part in report["by_position"].items():
-            table.add_row(f"{int(bound):,}", f"{part['tokens']:,}", f"{part['nats']:.4f}")
+    name, parts = by_part(report)
+    if len(parts) > 1:
+        headings = list(next(iter(parts.values())))
+        table = Table(f"{name} below", *headings, box=None, padding=(0, 1, 0, 0))
+        for bound, part in parts.items():
+            table.add_row(f"{int(bound):,}", *(_number(key, part[key]) for key in headings))
         console.print(table)
     if sample is not None:
         console.print(
             f"\nThe end of a sequence that was not trained on, and what the model predicts:\n{sample}"
         )
+
+
+def means(report: dict[str, Any]) -> dict[str, Any]:
+    """The report of an evaluation without its parts."""
+    return {key: value for key, value in report.items() if not isinstance(value, dict)}
+
+
+def by_part(report: dict[str, Any]) -> tuple[str, dict[str, dict[str, Any]]]:
+    """What the losses of an evaluation are reported by, and the means of each part."""
+    key = next(key for key in report if key.startswith("by_"))
+    return key.removeprefix("by_"), report[key]
 
 
 def _number(key: str, value: Any) -> str:

@@ -327,7 +327,7 @@ def test_what_the_docs_show_works_and_is_the_same_when_it_is_shared(
     report, alone = json.loads(found), json.loads(wanted)
     assert report["tokens"] == alone["tokens"]
     assert report["nats"] == pytest.approx(alone["nats"], rel=1e-6)
-    assert report["by_position"].keys() == alone["by_position"].keys()
+    assert report["by_distance"].keys() == alone["by_distance"].keys()
     found, nothing, wanted = ((tmp_path / f"generate-{x}").read_text() for x in ("0", "1", "alone-0"))
     assert not nothing
     report, alone = json.loads(found), json.loads(wanted)

@@ -173,7 +173,20 @@ def test_accuracy_is_reported_where_it_means_something() -> None:
     report = evaluate(model, task, task.documents("validation"))
     assert report["tokens"] == 12 * 16
     assert 0 <= report["accuracy"] <= 1
+    (part,) = report["by_distance"].values()
+    assert part == {name: report[name] for name in ("tokens", "nats", "accuracy")}
     assert "accuracy" not in evaluate(make(), TokensTask(), documents())
+
+
+def test_copies_are_reported_by_distance() -> None:
+    model = PerceiverAR(ModelConfig(259, 2048, 64, channels=16, heads=2, layers=1, positions="sinusoidal"))
+    task = CopyTask(length=2048, sequences=2)
+    report = evaluate(model, task, task.documents("validation"))
+    parts = report["by_distance"]
+    # The last token is 2,047 places from the first, and the two in the middle are neighbours.
+    assert {bound: part["tokens"] for bound, part in parts.items()} == {"512": 512, "1024": 512, "2048": 1024}
+    right = sum(part["tokens"] * part["accuracy"] for part in parts.values())
+    assert right == pytest.approx(report["tokens"] * report["accuracy"])
 
 
 @pytest.mark.parametrize(

@@ -617,9 +617,7 @@ def test_the_average_of_the_weights_is_what_is_kept(tmp_path: Path) -> None:
 def test_the_best_model_is_kept_and_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([3.0, 2.0, 2.5, 2.6, 1.0])
     saved: list[int] = []
-    monkeypatch.setattr(
-        keeping_module, "evaluate", lambda *args, **rest: {"nats": next(values), "by_position": {}}
-    )
+    monkeypatch.setattr(keeping_module, "evaluate", lambda *args, **rest: {"nats": next(values)})
     export = keeping_module.export
     monkeypatch.setattr(keeping_module, "export", lambda *args: (saved.append(1), export(*args)))
     result = train(small(evaluate_every=2, patience=2), out=tmp_path / "run", show=False)
@@ -798,9 +796,7 @@ def test_what_was_trained_is_kept_when_the_store_turns_out_damaged(
 
 def test_a_run_out_of_patience_stays_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = iter([1.0, 2.0, 3.0])
-    monkeypatch.setattr(
-        keeping_module, "evaluate", lambda *args, **rest: {"nats": next(values), "by_position": {}}
-    )
+    monkeypatch.setattr(keeping_module, "evaluate", lambda *args, **rest: {"nats": next(values)})
     for resume in (False, True):
         result = train(small(evaluate_every=2, patience=2), out=tmp_path / "run", resume=resume, show=False)
         assert result["step"] == 6

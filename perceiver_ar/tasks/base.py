@@ -32,6 +32,8 @@ class Task(Config):
     """Whether the share of tokens that are predicted right is worth reporting."""
     synthetic: ClassVar[bool] = False
     """Whether it makes its own tokens; others read them from a store."""
+    reported_by: ClassVar[str] = "position"
+    """What its losses are reported by; see `along`."""
 
     @property
     def ends(self) -> bool:
@@ -49,6 +51,10 @@ class Task(Config):
     def report(self, nats: float, tokens: int, counts: Mapping[str, int]) -> dict[str, float]:
         """What else is told of so many nats, given what a store counted besides its tokens."""
         return {}
+
+    def along(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where targets lie along what losses are reported by: their places in the document, or else."""
+        return places
 
     def reach(self, context: int) -> dict[str, float]:
         """What so many inputs are in the task's own measure, if it has one."""

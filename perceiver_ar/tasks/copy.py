@@ -27,6 +27,7 @@ class CopyTask(Task):
     name: ClassVar[str] = "copy"
     accuracy: ClassVar[bool] = True
     synthetic: ClassVar[bool] = True
+    reported_by: ClassVar[str] = "distance"
 
     length: int = 32
     """T: tokens per sequence, an even number."""
@@ -72,6 +73,10 @@ class CopyTask(Task):
             )
         if model.axes and not self.digits:
             raise ValueError("axial positions of a copy are its digits: set --task.digits.")
+
+    def along(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How far each target is from the token that it copies."""
+        return 2 * places - self.length + 1
 
     def positions(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.digits:
