@@ -13,7 +13,7 @@ from benchmarks.measure import Figure, show_table
 from benchmarks.sizes import SIZES
 from perceiver_ar import PerceiverAR
 from perceiver_ar.architectures import compile_blocks
-from perceiver_ar.device import best_dtype, pick_device
+from perceiver_ar.device import Precision, best_dtype, pick_device
 from perceiver_ar.quantized import quantize
 from perceiver_ar.strict import unknown
 
@@ -29,6 +29,7 @@ def main(
     plain: bool = False,
     profile: bool = False,
     fp8: bool = False,
+    precision: Precision = "auto",
     batch: tuple[int, ...] = (1, 16, 64),
     prompt: tuple[int, ...] = (),
     tokens: int | None = None,
@@ -49,6 +50,7 @@ def main(
             of this version, some of which the fast paths save.)
         profile: train: also show where the time goes.
         fp8: train: compute linear maps with 8-bit floats, to see what that would gain.
+        precision: train: auto, float32 or bf16.
         batch: generate: number of rows generated at once; several values are timed one after the other.
         prompt: generate: tokens of the prompt; several values likewise. Default: half the context.
         tokens: generate: number of tokens. Default: through four refreshes, or 24 without a cache.
@@ -68,6 +70,7 @@ def main(
         "plain": plain,
         "profiled": profile,
         "fp8": fp8,
+        "precision": precision,
     }
     drawn = {
         "rows": batch,

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from perceiver_ar.device import best_dtype, describe
+from perceiver_ar.device import describe
 from perceiver_ar.timing import synchronize, time_repeatedly
 
 
@@ -78,10 +78,10 @@ def rounded(x: float) -> float:
 
 
 @functools.cache
-def matmul_rate(device: torch.device) -> float:
-    """FLOP/s of a large matrix product in the precision that models are trained in."""
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product."""
     side = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(side, side, dtype=best_dtype(device), device=device) for _ in range(2))
+    a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     return 2 * side**3 / statistics.median(time_repeatedly(lambda: a @ b, device, 5))
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from perceiver_ar import flash4, flex, parts
+from perceiver_ar import flash4, flex, parts, products
 from perceiver_ar.flex import Blocks
 from perceiver_ar.parts import Share
 
@@ -122,6 +122,8 @@ def _kernel(
     short = q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16)
     if short and queries > 1 and flash4.serves(q, k, visible, own):
         return flash4.attend
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and queries > 1 and products.NATIVE:
+        return products.attend
     if visible is None and (queries == 1 or queries == keys):
         return _attend_square
     if q.device.type == "cpu" and (visible is None or (4 * queries <= keys and q.dtype != torch.float16)):

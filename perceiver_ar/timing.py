@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perceiver_ar.baselines import TransformerXL
 from perceiver_ar.decoder import Decoder
-from perceiver_ar.device import autocast
+from perceiver_ar.device import Precision, autocast
 
 
 def time_repeatedly(
@@ -50,8 +50,10 @@ def peak_gib(device: torch.device) -> float | None:
     return float(f"{torch.cuda.max_memory_allocated(device) / 2**30:.4g}")
 
 
-def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[], None]:
-    """A step to be timed: forward, backward and fused AdamW, in the precision of training.
+def training_step(
+    model: Decoder, tokens: Tensor, targets: Tensor, precision: Precision = "auto"
+) -> Callable[[], None]:
+    """A step to be timed: forward, backward and fused AdamW.
 
     Transformer-XL is given a full memory, as if the step before had left it.
     """
@@ -64,7 +66,7 @@ def training_step(model: Decoder, tokens: Tensor, targets: Tensor) -> Callable[[
         return model.nats(tokens, targets)
 
     def step() -> None:
-        with autocast(tokens.device):
+        with autocast(tokens.device, precision):
             loss = nats().mean()
         loss.backward()
         optimizer.step()

@@ -20,7 +20,7 @@ from torch import Tensor
 from perceiver_ar.checkpoint import Keeper, newest, recover
 from perceiver_ar.config import Experiment, TrainConfig
 from perceiver_ar.data import Batch, collate
-from perceiver_ar.device import autocast, memory_is_full
+from perceiver_ar.device import autocast, keep_freed_memory, memory_is_full
 from perceiver_ar.distributed import alone, join, launch, whole
 from perceiver_ar.embedding import Scores
 from perceiver_ar.feed import Feed
@@ -55,6 +55,8 @@ def train(
     # Communication times out later than the watch, which names the rank that hangs.
     ranks, where = join(device, 2 * experiment.train.timeout_minutes + 5)
     notes, asked = list[str](), resume
+    if where.type == "cpu":
+        keep_freed_memory()
     with (
         repeatable(experiment.train.deterministic),
         Watch(ranks, experiment.train.timeout_minutes) as watch,

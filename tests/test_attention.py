@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perceiver_ar import attention, flash4, flex, parts
+from perceiver_ar import attention, flash4, flex, parts, products
 from perceiver_ar.attention import attend, reference, rotate, rotation
 
 SHAPES = [(2, 3, 5, 9, 8), (2, 2, 9, 9, 8), (3, 1, 1, 7, 4), (2, 2, 70, 200, 16), (1, 2, 3, 130, 8)]
@@ -60,7 +60,12 @@ def differences(
 
 @pytest.mark.parametrize(
     ("kernel", "shape"),
-    [*itertools.product([attend, parts.attend_in_two, attention._attend_by_rows], SHAPES)],
+    [
+        *itertools.product(
+            [attend, parts.attend_in_two, attention._attend_by_rows, products.attend],
+            [*SHAPES, (2, 3, 300, 700, 16)],
+        )
+    ],
 )
 def test_kernels_equal_the_reference_with_gradients(
     kernel: Callable[..., Tensor], shape: tuple[int, int, int, int, int]

@@ -41,7 +41,7 @@ SMALL = sizes.Size(ModelConfig(259, 64, 16, channels=16, heads=2, layers=1), bat
 
 @pytest.fixture(autouse=True)
 def matmuls_of_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "matmul_rate", lambda device: 1e12)
+    monkeypatch.setattr(training, "matmul_rate", lambda device, dtype: 1e12)
 
 
 def check(figure: measure.Figure) -> None:

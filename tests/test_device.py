@@ -1,11 +1,13 @@
 """The device is chosen, or refused with the reason."""
 
+import platform
+import resource
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from perceiver_ar.device import autocast, pick_device
+from perceiver_ar.device import autocast, keep_freed_memory, pick_device
 
 
 def test_auto_takes_the_fastest_device_there_is() -> None:
@@ -39,3 +41,16 @@ def test_bf16_is_used_only_where_the_hardware_has_it(monkeypatch: pytest.MonkeyP
     assert isinstance(autocast(torch.device("cpu")), nullcontext)
     assert autocast(torch.device("cpu"), "bf16") == ("cpu", torch.bfloat16)
     assert isinstance(autocast(torch.device("cuda"), "float32"), nullcontext)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_used_again() -> None:
+    assert keep_freed_memory()
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**25)  # 128 MiB: 32,768 pages, whether large or small
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert faults() < 10
