@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SCALE = ".scale"
@@ -42,9 +43,17 @@ def unpack(packed: Mapping[str, Tensor], bits: int, shapes: Mapping[str, torch.S
         if weights[name].dtype != torch.uint8 or weights[name].numel() != -(-size * bits // 8):
             continue
         del weights[name + SCALE]
-        spelled = np.unpackbits(weights[name].cpu().numpy(), count=size * bits).reshape(-1, bits)
-        lead = np.zeros((len(spelled), 8 - bits), dtype=np.uint8)
-        whole = torch.from_numpy(np.packbits(np.hstack((lead, spelled)), axis=1)).view(len(scale), -1)
+        whole = torch.from_numpy(_spread(weights[name].cpu().numpy(), bits)[:size]).view(len(scale), -1)
         matrix = (whole.float() - (2 ** (bits - 1) - 1)) * scale.float().cpu()[:, None]
         weights[name] = matrix.view(shape)
     return weights
+
+
+def _spread(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """The numbers of so many bits each that are packed in bytes, eight of them in every `bits` bytes."""
+    words = np.zeros(-(-len(packed) // bits), dtype=np.uint64)
+    padded = np.pad(packed, (0, -len(packed) % bits)).reshape(-1, bits)
+    for byte in padded.T:
+        words = words << np.uint64(8) | byte
+    shifts = np.arange(7, -1, -1, dtype=np.uint64) * np.uint64(bits)
+    return (words[:, None] >> shifts & np.uint64(2**bits - 1)).astype(np.uint8).reshape(-1)
