@@ -83,6 +83,21 @@ def test_kernels_equal_the_reference_with_gradients(
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
 
 
+def test_products_are_an_operation_as_torch_wants_it() -> None:
+    q, k, v = (x.flatten(0, 1).detach().requires_grad_() for x in draw((2, 3, 5, 9, 8)))
+    for shown in (None, torch.rand(6, 7) > 0.5):
+        torch.library.opcheck(products._forward, (q, k, v, shown, shown is not None))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_products_serve_bf16_where_a_cpu_has_it(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "NATIVE", native)
+    for dtype, queries in itertools.product((torch.float32, torch.bfloat16), (1, 3, 4)):
+        q, k = (torch.zeros(1, 1, n, 8, dtype=dtype) for n in (queries, 4))
+        chosen = attention._kernel(q, k, None, False, None) is products.attend
+        assert chosen is (native and dtype == torch.bfloat16 and queries > 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape",
