@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from perceiver_ar.config import FORMAT_VERSION
-from perceiver_ar.packed import FEW, pack, unpack
+from perceiver_ar.packed import FEW, SCALE, pack, unpack
 from perceiver_ar.strict import Config
 
 CONFIG, WEIGHTS, BITS = "config.json", "model.safetensors", "bits"
@@ -58,7 +59,9 @@ class Pretrained(
                 weights = {name.removeprefix(_WRAPPED): tensor for name, tensor in weights.items()}
             model.load_state_dict(weights, assign=True)
         except FileNotFoundError:
-            raise ValueError(f"{folder} holds no {WEIGHTS}.") from None
+            sharded = ", but parts of it: save it with a larger max_shard_size"
+            found = sharded if (folder / f"{WEIGHTS}.index.json").exists() else ""
+            raise ValueError(f"{folder} holds no {WEIGHTS}{found}.") from None
         except SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS} is damaged or not a safetensors file: {error}") from None
         except RuntimeError as error:  # its text names the missing, unexpected or misshapen tensors
@@ -100,6 +103,7 @@ def load_weights(path: Path, model: nn.Module, device: str) -> dict[str, torch.T
     if bits not in map(str, FEW):
         raise ValueError(f"{path} has weights of '{bits}' bits, which no perceiver-ar writes.")
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    check_packed_types(path, shapes)
     weights = unpack(load_file(path), int(bits), shapes)
     return {name: tensor.to(device) for name, tensor in weights.items()}
 
@@ -111,15 +115,29 @@ def save_packed(model: "Pretrained", folder: Path, bits: int) -> None:
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt", BITS: str(bits)})
 
 
+def check_packed_types(path: Path, shapes: Mapping[str, torch.Size]) -> None:
+    """Raises unless the weights have the types that `pack` gives them."""
+    kinds, wanted = _kinds(path), dict[str, str]()
+    for name, shape in shapes.items():
+        wanted |= {name: "F32"} if len(shape) < 2 else {name: "U8", name + SCALE: "F16"}
+    wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind != wanted.get(name, kind)]
+    if wrong:
+        raise ValueError(f"{path} has weights of other types than packed ones: {', '.join(sorted(wrong))}.")
+
+
 def check_types(path: Path) -> None:
     """Raises unless all weights have the same floating-point type."""
-    with safe_open(path, framework="pt") as file:
-        kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    kinds = _kinds(path)
     floats = Counter(kind for kind in kinds.values() if kind in _FLOATS)
     (most, _), *_ = floats.most_common(1) or [("F32", 0)]
     wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind != most]
     if wrong:
         raise ValueError(f"{path} has weights of other types than {most}: {', '.join(sorted(wrong))}.")
+
+
+def _kinds(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")

@@ -38,7 +38,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(known)}."
-    return f"'{name}' is not a {kind}; {hint}"
+    article = "an" if kind[0] in "aeiou" else "a"
+    return f"'{name}' is not {article} {kind}; {hint}"
 
 
 def _read(value: Any, expected: Any, name: str) -> Any:

@@ -55,12 +55,23 @@ class Vocabulary:
 
     def count_words(self, data: bytes, tokens: Tokens) -> int:
         """Number of words of a text, separated by white space, for perplexity per word."""
-        space = _SPACE[np.frombuffer(data, np.uint8)]
+        plain = data if data.isascii() else _WIDE_SPACE.sub(b" ", data)
+        space = _SPACE[np.frombuffer(plain, np.uint8)]
         return int((space[:-1] & ~space[1:]).sum() + (not space[0])) if len(space) else 0
 
 
 _SPACE = np.zeros(256, dtype=bool)
-_SPACE[list(b" \t\n\r\x0b\x0c")] = True
+_SPACE[list(b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f")] = True
+_WIDE_SPACE = re.compile("|".join(chr(c) for c in range(128, 0x3001) if chr(c).isspace()).encode())
+"""The white space of Unicode in UTF-8."""
+
+
+def as_utf8(text: str) -> bytes:
+    """The bytes of a text, those that are no UTF-8 being escaped; other lone surrogates are replaced."""
+    return _LONE.sub("\ufffd", text).encode("utf-8", "surrogateescape")
+
+
+_LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 class Bytes(Vocabulary):

@@ -32,6 +32,7 @@ M, N = 24, 8
 LINES = [
     "The Perceiver reads a long line, and speaks of its end alone.",
     "short one",
+    "Est-ce tout\u00a0? Oui\u2003: presque\u3000tout.",
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.\nA second line\tfollows it.",
     "x",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from perceiver_ar import ModelConfig, PerceiverAR, presets
 from perceiver_ar.packed import SCALE, pack, unpack
@@ -84,6 +85,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         ("self_attends.0.query.weight", lambda x: x.float(), "6", "self_attends.0.query.weight"),
         ("self_attends.0.query.weight.scale", lambda x: x.repeat(2), "6", "query.weight.scale"),
         ("foo.scale", lambda x: x, "6", "foo.scale"),
+        ("norm.weight", Tensor.half, "6", "norm.weight (F16)"),
+        ("norm.weight", lambda x: x.to(torch.complex64), "6", "norm.weight (C64)"),
+        ("self_attends.0.query.weight.scale", Tensor.long, "6", "query.weight.scale (I64)"),
+        ("self_attends.0.query.weight", lambda x: torch.zeros(32, 32), "6", "query.weight (F32)"),
     ],
 )
 def test_what_was_not_packed_here_is_refused(

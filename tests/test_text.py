@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perceiver_ar import corpus, evaluate, presets, splits, tasks, train, vocabulary
@@ -26,7 +26,7 @@ from perceiver_ar.source import open_source
 from perceiver_ar.special import BOS, EOS
 from perceiver_ar.store import Store
 from perceiver_ar.tasks.text import TextTask, prepare
-from perceiver_ar.vocabulary import Bytes, Pieces, TokenizerFile, Vocabulary, Words
+from perceiver_ar.vocabulary import Bytes, Pieces, TokenizerFile, Vocabulary, Words, as_utf8
 from tests.forked import run
 
 SHARED = Path(__file__).resolve().parents[2] / "shared/data/text"
@@ -94,9 +94,14 @@ def test_bytes_that_are_no_utf8_come_back_too(name: str, data: bytes) -> None:
     assert words.decode(words.encode(data, final=True)) == data
 
 
-@given(data=st.binary(max_size=60))
+@given(data=st.binary(max_size=60) | st.text(max_size=40).map(str.encode))
+@example(data="Il a dit\u00a0: oui\u2028\u3000non\u0085x\x1cy".encode())
 def test_words_are_counted_as_python_splits_them(data: bytes) -> None:
-    assert Bytes().count_words(data, np.zeros(0)) == len(data.split())
+    assert Bytes().count_words(data, np.zeros(0)) == len(data.decode(errors="surrogateescape").split())
+
+
+def test_texts_with_lone_surrogates_are_read_all_the_same() -> None:
+    assert as_utf8("\ud83d \udcff é") == b"\xef\xbf\xbd \xff \xc3\xa9"
 
 
 def test_words_have_an_end_of_line_and_an_unknown() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from torch import Tensor
 
@@ -147,6 +148,16 @@ def test_beams_find_what_is_at_least_as_likely() -> None:
     assert (likelihood(four) >= likelihood(one) - 1e-3).all()
 
 
+def test_beams_of_padded_rows_are_those_of_each_alone_over_refreshes() -> None:
+    wrapped, short, long = PerceiverARForCausalLM.of(make()), drawn(1, 9), drawn(1, 20)
+    settings = {"num_beams": 3, "max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    mask = torch.tensor([[0] * 11 + [1] * 9, [1] * 20])
+    prompts = torch.cat((F.pad(short, (11, 0)), long))
+    together = wrapped.generate(prompts, attention_mask=mask, **settings)
+    for row, alone in zip(together, (short, long), strict=True):
+        assert row[-40:].equal(wrapped.generate(alone, **settings)[0, -40:])
+
+
 def test_beams_keep_their_own_caches() -> None:
     model, prompt = make(), drawn(1, 20)
     wrapped = PerceiverARForCausalLM.of(model)
@@ -199,6 +210,11 @@ def test_sampling_options_streamers_and_stopping_criteria() -> None:
     )
     assert found.shape == (1, 27)
     assert heard == found[0].tolist()
+    settings = {"max_new_tokens": 20, "eos_token_id": None}
+    greedy = wrapped.generate(prompt, do_sample=False, **settings)
+    assert wrapped.generate(prompt, do_sample=True, top_k=1, **settings).equal(greedy)
+    banned = wrapped.generate(prompt, do_sample=False, bad_words_ids=[[int(greedy[0, 20])]], **settings)
+    assert banned[0, 20] == model(prompt, latents=N // 2)[0, -1].topk(2).indices[1]
     uncached = wrapped.generate(prompt, max_new_tokens=5, do_sample=False, use_cache=False, eos_token_id=None)
     assert uncached.equal(
         generate(model, prompt, 5, temperature=0, cache=False, grow_latents=False)
@@ -285,12 +301,15 @@ def test_embeddings_are_resized(tied: bool, tmp_path: Path) -> None:
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:
     tokens, gradients = drawn(2, 30), []
-    wrapped = PerceiverARForCausalLM.of(make()).train()
+    wrapped, calls = PerceiverARForCausalLM.of(make()).train(), list[None]()
+    wrapped.model.self_attends[0].norm.register_forward_pre_hook(lambda *_: calls.append(None))
     for enable in (False, True):
         if enable:
             wrapped.gradient_checkpointing_enable()
         assert wrapped.is_gradient_checkpointing == enable
+        calls.clear()
         wrapped(tokens, labels=tokens).loss.backward()
+        assert len(calls) == 1 + enable  # once more in the backward pass
         gradients.append([p.grad.clone() for p in wrapped.parameters() if p.grad is not None])
         wrapped.zero_grad()
     for a, b in zip(*gradients, strict=True):
@@ -310,7 +329,9 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}", **trust)
 ids = tokenizer(["the quick", "Line 12: é"], return_tensors="pt", padding=True)
 torch.save((ids["input_ids"], ids["attention_mask"], model(**ids).logits,
             model.generate(**ids, max_new_tokens=40, do_sample=False, eos_token_id=None)), "{out}")
-print(pipeline("text-generation", model=model, tokenizer=tokenizer)("the", max_new_tokens=5))
+piped = pipeline("text-generation", model=model, tokenizer=tokenizer)
+(told,) = piped("the quick", max_new_tokens=40, do_sample=False, eos_token_id=None)
+assert told["generated_text"] == tokenizer.decode(torch.load("{out}")[3][0], skip_special_tokens=True), told
 """
 
 
@@ -485,6 +506,29 @@ def test_weights_that_do_not_fit_are_named(exported: Path, tmp_path: Path, damag
         PerceiverARForCausalLM.from_pretrained(
             pretrained_model_name_or_path=tmp_path.parent, subfolder=tmp_path.name
         )
+
+
+def test_weights_of_other_types_from_the_hub_are_named(exported: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "models--me--mine"
+    (copy / "refs").mkdir(parents=True)
+    (copy / "refs/main").write_text("0" * 40)
+    shutil.copytree(exported, copy / "snapshots" / ("0" * 40))
+    where = {"cache_dir": tmp_path, "local_files_only": True}
+    assert PerceiverARForCausalLM.from_pretrained("me/mine", **where).config.latents == N
+    path = copy / "snapshots" / ("0" * 40) / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"] = weights["model.norm.weight"].long()
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"other types than F32: model\.norm\.weight \(I64\)"):
+        PerceiverARForCausalLM.from_pretrained("me/mine", **where)
+
+
+def test_parts_of_weights_are_said_to_be_parts(exported: Path, tmp_path: Path) -> None:
+    PerceiverARForCausalLM.from_pretrained(exported).save_pretrained(tmp_path, max_shard_size="20KB")
+    with pytest.raises(ValueError, match=r"holds no model\.safetensors, but parts of it"):
+        PerceiverAR.from_pretrained(tmp_path)
 
 
 def test_what_the_docs_show_runs(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TheirCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.hub import cached_file
 
 from perceiver_ar.caching import Cache, check_forgetting, prefill, step
 from perceiver_ar.config import FORMAT_VERSION, ModelConfig
@@ -128,7 +129,7 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         model, info = loaded
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if name is not None:  # else the weights are given as state_dict
-            for path in Path(name, kwargs.get("subfolder", "")).glob(f"{Path(WEIGHTS).stem}*.safetensors"):
+            for path in _weight_files(name, kwargs):
                 check_types(path)
         misshapen = set() if ignore_mismatched_sizes else {name for name, *_ in info["mismatched_keys"]}
         for wrong, names in (
@@ -292,6 +293,24 @@ class PerceiverARForCausalLM(PreTrainedModel, GenerationMixin):
         model.config = replace(model.config, vocab_size=size)
         self.config.vocab_size = size
         return tokens
+
+
+def _weight_files(name: str | Path, settings: dict[str, Any]) -> list[Path]:
+    """The files that weights were just loaded from: those of a folder, or of a copy of a repository."""
+    where = {key: settings.get(key) for key in ("cache_dir", "revision", "token")}
+    for file in (WEIGHTS, f"{WEIGHTS}.index.json"):
+        found = cached_file(
+            name,
+            file,
+            subfolder=settings.get("subfolder", ""),
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **where,
+        )
+        if found is not None:
+            return sorted(Path(found).parent.glob(f"{Path(WEIGHTS).stem}*.safetensors"))
+    return []
 
 
 def _lengths(mask: Tensor | None, tokens: Tensor) -> Tensor | None:

@@ -169,7 +169,8 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=True)[0]))
 ```
 
-With `pip install perceiver-ar` and `import perceiver_ar.interop.transformers`, no code of this folder is run.
+With perceiver-ar installed, `import perceiver_ar.interop.transformers` and leave out trust_remote_code:
+then no code of this folder is run.
 """
 )
 _TOKENS_USE = (

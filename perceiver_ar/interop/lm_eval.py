@@ -15,6 +15,7 @@ from perceiver_ar.run import load
 from perceiver_ar.special import BOS, EOS, FIRST, PAD
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.text import TextTask
+from perceiver_ar.vocabulary import as_utf8
 
 try:
     TemplateLM: Any = need("lm_eval.api.model", "lm-eval").TemplateLM
@@ -63,7 +64,7 @@ class PerceiverARLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """A text that something may follow; after BOS, as documents are in a store."""
         start = [] if add_special_tokens is False else [BOS]
-        return start + self.task.vocabulary.encode(string.encode(), final=False).tolist()
+        return start + self.task.vocabulary.encode(as_utf8(string), final=False).tolist()
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False
@@ -87,7 +88,7 @@ class PerceiverARLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probabilities of whole documents, their ends included, as in a store."""
-        documents = [self.task.document(request.args[0].encode()) for request in requests]
+        documents = [self.task.document(as_utf8(request.args[0])) for request in requests]
         return [-nats for nats, _ in self._score(documents, disable_tqdm)]
 
     def _score(self, documents: list[Document], quiet: bool) -> list[tuple[float, int]]:

@@ -192,7 +192,7 @@ def from_params(params: Mapping[str, ArrayLike], kwargs: Mapping[str, Any]) -> P
     try:
         with torch.device("meta"):
             model = PerceiverAR(config)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"no model can be made of these arguments: {error}") from None
     left = {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in params.items()}
     try:

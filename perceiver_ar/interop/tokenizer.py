@@ -8,7 +8,7 @@ from transformers import AddedToken, PreTrainedTokenizer
 
 from perceiver_ar import vocabulary
 from perceiver_ar.special import BOS, EOS, FIRST, PAD
-from perceiver_ar.vocabulary import FILES, Kind, TokenizerFile, Vocabulary
+from perceiver_ar.vocabulary import FILES, Kind, TokenizerFile, Vocabulary, as_utf8
 
 SPECIAL = {PAD: "<|pad|>", EOS: "<|eos|>", BOS: "<|bos|>"}
 
@@ -58,7 +58,7 @@ class PerceiverARTokenizer(PreTrainedTokenizer):
         return self.ids | self.added_tokens_encoder
 
     def _tokenize(self, text: str, **settings: Any) -> list[str]:
-        found = self.vocabulary.encode(text.encode("utf-8", "surrogateescape"), final=False)
+        found = self.vocabulary.encode(as_utf8(text), final=False)
         return [self.names[number] for number in found.tolist()]
 
     def _convert_token_to_id(self, token: str) -> int | None:

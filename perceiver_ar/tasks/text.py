@@ -23,7 +23,7 @@ from perceiver_ar.special import BOS, EOS, FIRST
 from perceiver_ar.splits import Shares, left
 from perceiver_ar.store import Store, check_new
 from perceiver_ar.tasks.base import Document, Task, beginning
-from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, check_exact
+from perceiver_ar.vocabulary import FILES, Kind, Pieces, Vocabulary, as_utf8, check_exact
 from perceiver_ar.windows import Tokens
 from perceiver_ar.workers import processes
 
@@ -69,7 +69,7 @@ class TextTask(Task):
         return Document(tokens, 1, len(tokens))
 
     def prompt(self, text: str) -> Tokens:
-        return self._after_bos(text.encode("utf-8", "surrogateescape"), final=False)
+        return self._after_bos(as_utf8(text), final=False)
 
     def prompt_file(self, path: Path, keep: int | None = None) -> Tokens:
         return beginning(self._after_bos(path.read_bytes(), final=False), keep)
