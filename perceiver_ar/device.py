@@ -52,16 +52,17 @@ def autocast(device: torch.device, precision: Precision = "auto") -> AbstractCon
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc reuse what is freed, rather than have the system clear new pages for every large tensor.
+    """From now on glibc reuses what is freed, rather than have the system clear new pages for each tensor.
 
-    Training in bf16 on a CPU is a sixth faster with it (benchmarks/RESULTS.md).
+    Training in bf16 on a CPU is a sixth faster with it (benchmarks/RESULTS.md). Returns whether it can.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is None:
         return False
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # as malloc.h numbers them
     options = ((mmap_threshold, 2**30), (trim_threshold, 2**31 - 1), (top_pad, 2**28))
-    return all(set_option(number, value) for number, value in options)
+    done = [set_option(number, value) for number, value in options]
+    return all(done)
 
 
 def memory_is_full(error: RuntimeError) -> bool:

@@ -4,7 +4,6 @@ Windows of up to M inputs end S targets apart, and each scores the S targets tha
 did (appendix G). Losses are kept as sums and counts until the very end.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,12 +67,11 @@ class Totals:
     def _put(self, bound: int, sums: NDArray[np.float64]) -> None:
         self.parts[bound] = self.parts.get(bound, 0) + sums
 
-    def merged(self, other: "Totals") -> "Totals":
-        """The sum of both."""
-        whole = Totals(self.task, dict(self.parts), self.hits_known and other.hits_known)
-        for bound, sums in other.parts.items():
-            whole._put(bound, sums)
-        return whole
+    def join(self, parts: Mapping[int, NDArray[np.float64]], hits_known: bool) -> None:
+        """Adds the sums of another rank."""
+        self.hits_known &= hits_known
+        for bound, sums in parts.items():
+            self._put(bound, sums)
 
     def report(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Mean nats and bits per token, the task's own measures, and the means of each part."""
@@ -123,10 +121,12 @@ def evaluate(
             totals.add(nats, right, [part.places for part in parts])
         if progress is not None:
             progress(min(wanted, totals.tokens * ranks.size), wanted)
-    totals = functools.reduce(Totals.merged, ranks.gather(totals))
-    if not totals.tokens:
+    whole = Totals(task)
+    for found in ranks.gather((totals.parts, totals.hits_known)):
+        whole.join(*found)
+    if not whole.tokens:
         raise ValueError("there is nothing to evaluate: the documents hold no token that is scored.")
-    return totals.report(getattr(documents, "counts", {})) | task.reach(windowing.context)
+    return whole.report(getattr(documents, "counts", {})) | task.reach(windowing.context)
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def to_score(notes: Notes) -> Any:
 
 
 def write_midi(notes: Notes, path: Path) -> None:
-    to_score(notes).dump_midi(str(path))
+    path.write_bytes(to_score(notes).dumps_midi())
 
 
 def write_wav(notes: Notes, path: Path, rate: int = 44_100) -> None:
@@ -227,7 +227,7 @@ def write_wav(notes: Notes, path: Path, rate: int = 44_100) -> None:
 
 
 def write_roll(notes: Notes, path: Path) -> None:
-    need("PIL.Image", "image").fromarray(roll(notes)).save(path)
+    need("PIL.Image", "music").fromarray(roll(notes)).save(path)
 
 
 def roll(notes: Notes) -> NDArray[np.uint8]:

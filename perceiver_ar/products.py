@@ -8,7 +8,8 @@ Letters: R rows (batch x heads), M keys, N queries, H heads, K head width, W key
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,9 +28,8 @@ NATIVE = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_su
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:
     """Right-aligned causal attention (attention.attend)."""
-    heads, width = q.shape[1], q.shape[-1]
-    shown = None if visible is None else visible.repeat_interleave(heads, dim=0)  # (R, W)
-    flat = (x.reshape(-1, *x.shape[2:]) for x in (q / math.sqrt(width), k, v))  # (R, N or M, K)
+    shown = None if visible is None else visible.repeat_interleave(q.shape[1], dim=0)  # (R, W)
+    flat = (x.flatten(0, 1) for x in (q, k, v))  # (R, N or M, K)
     return _forward(*flat, shown, own).view(q.shape)
 
 
@@ -37,7 +37,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -
 def _forward(q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, own: bool) -> Tensor:
     out = torch.empty_like(q)
     for rows, queries, keys in _pieces(q, k):
-        out[rows, queries] = _weights(q, k, shown, own, rows, queries, keys) @ v[rows, keys]
+        weights = _weights(q, k, shown, own, rows, queries, keys)
+        out[rows, queries] = weights.to(v.dtype) @ v[rows, keys]
     return out
 
 
@@ -52,13 +53,14 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, queries, keys in _pieces(q, k):
-        weights = _weights(q, k, shown, own, rows, queries, keys)
+        weights = _weights(q, k, shown, own, rows, queries, keys).to(v.dtype)
         above = grad[rows, queries]
         dv[rows, keys].baddbmm_(weights.mT, above)
         scores = torch._softmax_backward_data(above @ v[rows, keys].mT, weights, -1, weights.dtype)
         dq[rows, queries] = scores @ k[rows, keys]
         dk[rows, keys].baddbmm_(scores.mT, q[rows, queries])
-    return dq, dk, dv
+    scale = 1 / math.sqrt(q.shape[-1])
+    return dq * scale, dk * scale, dv
 
 
 @_backward.register_fake
@@ -94,10 +96,13 @@ def _pieces(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
 def _weights(
     q: Tensor, k: Tensor, shown: Tensor | None, own: bool, rows: slice, queries: slice, keys: slice
 ) -> Tensor:
-    """The attention weights of a piece; zeros for a query that sees no key."""
-    scores = q[rows, queries] @ k[rows, keys].mT
+    """The attention weights of a piece, in float32 for bf16; zeros for a query that sees no key."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    with _products_in(q.dtype):
+        scores = q[rows, queries].to(exact) @ k[rows, keys].to(exact).mT
+    scores /= math.sqrt(q.shape[-1])
     count = scores.shape[1]
-    scores[:, :, -count:] += q.new_full((count, count), -torch.inf).triu(1)
+    scores[:, :, -count:] += scores.new_full((count, count), -torch.inf).triu(1)
     if shown is None:
         return scores.softmax(dim=-1)
     hidden = ~F.pad(shown[rows], (k.shape[1] - shown.shape[1], 0), value=True)[:, None, keys]
@@ -105,3 +110,18 @@ def _weights(
         hidden = hidden.expand(-1, count, -1).clone()
         hidden.diagonal(keys.stop - count, dim1=1, dim2=2).fill_(False)
     return scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).nan_to_num_(0.0)
+
+
+@contextmanager
+def _products_in(dtype: torch.dtype) -> Generator[None]:
+    """Has products of float32 round their factors, if these were bf16 anyway, but not what they give.
+
+    Scores of a trained model may exceed 100, where bf16 is off by a half.
+    """
+    matmul: Any = torch.backends.mkldnn.matmul  # ty: ignore
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

@@ -39,13 +39,16 @@ def show(report: dict[str, Any], sample: str | None) -> None:
 
 def means(report: dict[str, Any]) -> dict[str, Any]:
     """The report of an evaluation without its parts."""
-    return {key: value for key, value in report.items() if not isinstance(value, dict)}
+    return {key: value for key, value in report.items() if not key.startswith(_PARTS)}
 
 
 def by_part(report: dict[str, Any]) -> tuple[str, dict[str, dict[str, Any]]]:
     """What the losses of an evaluation are reported by, and the means of each part."""
-    key = next(key for key in report if key.startswith("by_"))
-    return key.removeprefix("by_"), report[key]
+    key = next(key for key in report if key.startswith(_PARTS))
+    return key.removeprefix(_PARTS), report[key]
+
+
+_PARTS = "by_"
 
 
 def _number(key: str, value: Any) -> str:

@@ -83,6 +83,36 @@ def test_kernels_equal_the_reference_with_gradients(
             assert all(error < tolerance for error in errors), (dtype, visible is not None, own, errors)
 
 
+def test_products_in_many_pieces_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "QUERIES", 7)
+    monkeypatch.setattr(products, "SCORES", 300)
+    shape = (3, 2, 25, 40, 8)
+    for visible, own in masks(shape):
+        errors = differences(products.attend, draw(shape), visible, own)
+        assert all(error < 1e-12 for error in errors), (visible is not None, own, errors)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_products_are_as_exact_as_flash_attention_however_large_the_scores(size: float) -> None:
+    drawn = [x.detach() * by for x, by in zip(draw((2, 2, 64, 300, 64)), (size, 1.0, 1.0), strict=True)]
+    inputs = tuple(x.bfloat16().requires_grad_() for x in drawn)
+    scores = (inputs[0] @ inputs[1].mT / 8).abs().max()
+    assert scores > 100 if size > 1 else scores < 10
+    exact, found, flash = [], [], []
+    for results, kernel, dtype in (
+        (exact, reference, torch.float64),
+        (found, products.attend, torch.bfloat16),
+        (flash, parts.attend_in_two, torch.bfloat16),
+    ):
+        given = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = kernel(*given, None, False)
+        torch.manual_seed(1)
+        results += [out, *torch.autograd.grad(out, given, torch.randn(out.shape).to(dtype))]
+    for true, one, other in zip(exact, found, flash, strict=True):
+        errors = [(x.double() - true).norm() / true.norm() for x in (one, other)]
+        assert errors[0] < 1.5 * errors[1] + 1e-3
+
+
 def test_products_are_an_operation_as_torch_wants_it() -> None:
     q, k, v = (x.flatten(0, 1).detach().requires_grad_() for x in draw((2, 3, 5, 9, 8)))
     for shown in (None, torch.rand(6, 7) > 0.5):

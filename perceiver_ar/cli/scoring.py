@@ -26,7 +26,7 @@ def evaluate(
     """Evaluate a model, scoring every token of a split once; under torchrun, the processes share the work.
 
     Args:
-        run: Folder of a run, or of a model alone.
+        run: Folder of a run, or of a model alone; or piano, a model that comes with this package.
         split: Split of the store: train, validation or test.
         latents: Number of latents. Default: as in training.
         stride: Tokens scored per window: fewer give each of them more context. Default: half the latents;
@@ -35,7 +35,7 @@ def evaluate(
         batch_size: Windows per batch. Default: within 16,384 latents, a million inputs and 1 GiB of logits;
             8 documents for Transformer-XL in segments.
         data: Token store to evaluate on. Default: the one that the run was trained on.
-        plot: Write a plot of the loss by position in the document to this file.
+        plot: Write a plot of the loss by position in the document (of copies, by distance) to this file.
         compile: Compile each block: faster on a GPU, after about a minute of compiling.
         int8: Round the weights of the blocks to 8 bits, to measure what that costs.
     """
@@ -103,7 +103,7 @@ def score(
     """Print the negative log-likelihood of each token of a document, in nats, one per line.
 
     Args:
-        run: Folder of a run, or of a model alone.
+        run: Folder of a run, or of a model alone; or piano, a model that comes with this package.
         file: Document to score: a text, a picture, a MIDI file, a recording or ids.
         latents: Number of latents. Default: as in training.
         stride: Tokens scored per window: fewer give each of them more context. Default: half the latents;
