@@ -13,6 +13,7 @@ setup: .venv/ready
 	touch $@
 
 # Learns to copy 32 tokens in reverse: a minute on two cores, busy ones too, since its threads sleep while they wait. Once done, it only evaluates and generates.
+# Then composes twenty seconds of piano with the model in the box.
 quickstart: export OMP_WAIT_POLICY = passive
 quickstart: setup
 	$(BIN)/perceiver-ar train copy-32 --out runs/quickstart --resume \
@@ -21,6 +22,7 @@ quickstart: setup
 		--train.log-every 50
 	$(BIN)/perceiver-ar evaluate runs/quickstart
 	$(BIN)/perceiver-ar generate runs/quickstart --prompt '00 11 22 33 44 55 66 77 88 99 aa bb cc dd ee'
+	$(BIN)/perceiver-ar generate piano --out runs/piano --overwrite
 
 test: setup
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal

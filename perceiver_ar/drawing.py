@@ -40,25 +40,25 @@ def draw(
     ranks: Ranks,
     beat: Callable[[], None],
     overwrite: bool = False,
+    name: str = "sample",
     **settings: Any,
 ) -> dict[str, Any]:
     """Draws so many samples at once, shows or writes them, and reports them with the rate.
 
-    lasting: so many seconds of what sounds, instead of so many tokens. Several ranks share the samples;
-    the first shows and writes them. beat is called for every token.
+    lasting: so many seconds of what sounds, instead of so many tokens; without either, what the task
+    usually draws. name: what a new file is called, if what is drawn is no text and there is no out. Several
+    ranks share the samples; the first shows and writes them. beat is called for every token.
     """
-    _check(task, count, lasting, samples)
-    if out is not None:
-        _check_files(task, out, samples, overwrite)
-    elif task.speller() is None:
-        raise ValueError(f"what the task {task.name} draws is no text: give --out FILE.")
+    _check(count, lasting, samples)
+    lasting = task.lasting if count is None and lasting is None else lasting
+    place = ranks.first(lambda: _place(task, out, name, samples, overwrite))
     lasts = None if lasting is None or task.seconds(prompt) is None else Lasting(task, lasting)
     usual = task.count(prompt) if lasting is None else task.count_for(lasting)
     count = most(model, prompt, usual) if count is None else count
     began = time.perf_counter()
     here, quiet = ranks.rows(samples), quiet or not ranks.leads
     drawing = map(_heard(beat), follow(model, task, prompt, count, here, **settings))
-    if samples == 1 and out is None and not quiet:
+    if samples == 1 and place is None and not quiet:
         rows = [_typed(drawing, task, prompt)]
     else:
         rows = _counted(drawing, count, lasts, quiet)
@@ -67,8 +67,8 @@ def draw(
     texts = [_text(task, prompt, row) for row in rows]
     files: list[list[str]] = [[] for _ in rows]
     together = None
-    if out is not None:
-        files, together = ranks.first(lambda: _save(task, prompt, rows, out))
+    if place is not None:
+        files, together = ranks.first(lambda: _save(task, prompt, rows, place))
     if lasts is not None and ranks.leads:
         lasts.complain(rows)
     if not quiet:
@@ -87,7 +87,7 @@ def draw(
     }
 
 
-def _check(task: Task, count: int | None, lasting: float | None, samples: int) -> None:
+def _check(count: int | None, lasting: float | None, samples: int) -> None:
     """Refuses what could not be drawn, before anything is."""
     if not 1 <= samples <= MANY:
         raise ValueError(f"samples must be from 1 to {MANY:,}, but is {samples:,}.")
@@ -97,15 +97,34 @@ def _check(task: Task, count: int | None, lasting: float | None, samples: int) -
         raise ValueError(f"--seconds must be above 0 and at most {LONGEST:,}, but is {lasting:g}.")
 
 
-def _check_files(task: Task, out: Path, samples: int, overwrite: bool) -> None:
-    """Refuses files that could not be written, or are there already."""
-    if not out.parent.is_dir() or out.is_dir() or not os.access(out.parent, os.W_OK):
+def _place(task: Task, out: Path | None, name: str, samples: int, overwrite: bool) -> Path | None:
+    """The file to write to, if there is one; refuses one that could not be written, or is there already."""
+    if out is None and task.speller() is not None:
+        return None
+    taken = out is not None and out.is_dir()
+    out = _new_file(task, name, samples, overwrite) if out is None else out
+    there = [] if taken else _there(task, out, samples)
+    usable = out.parent.is_dir() and os.access(out.parent, os.W_OK)
+    if taken or not usable or any(map(Path.is_dir, there)):
         raise ValueError(f"{out} cannot be written: give a file in a folder that exists.")
     task.check_file(out)
-    written = [place for path in _numbered(out, samples) for place in task.files_of(path)]
-    there = [path for path in (out, *written) if path.exists()]
     if there and not overwrite:
         raise ValueError(f"{there[0]} exists already: add --overwrite, or choose another --out.")
+    return out
+
+
+def _new_file(task: Task, name: str, samples: int, overwrite: bool) -> Path:
+    """A file of that name in the working folder, with a number if it is taken."""
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    files = (Path(f"{name.replace('.', '-')}{number}{task.suffix}") for number in numbers)
+    return next(file for file in files if overwrite or not _there(task, file, samples))
+
+
+def _there(task: Task, out: Path, samples: int) -> list[Path]:
+    """Which of the files to be written are there already."""
+    written = [place for path in _numbered(out, samples) for place in task.files_of(path)]
+    together = [out] if task.files_of(out) == [out] else []
+    return [path for path in (*together, *written) if os.path.lexists(path)]
 
 
 def _numbered(out: Path, samples: int) -> list[Path]:

@@ -1,5 +1,6 @@
 """A run folder: config.json, metrics.jsonl, checkpoints/, and model/, which can be used on its own."""
 
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,6 +24,10 @@ MAY_CHANGE_ON_RESUME = {
     *("parallel", "context_parallel", "timeout_minutes"),
 }
 """Training settings that affect the weights by rounding at most."""
+BOX = Path(__file__).parent / "box"
+"""Holds the models that come with this package, each in a folder of its name."""
+LICENSE = "LICENSE"
+"""Stays with weights that have a licence of their own."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Origin:
     @classmethod
     def of(cls, folder: Path, data: Data, init: str | Path | None, resume: bool) -> Self:
         """The origin as given; on resuming, what is not given is taken from config.json."""
-        given = cls(as_mixture(data), None if init is None else str(Path(init).resolve()))
+        given = cls(as_mixture(data), None if init is None else str(named(init).resolve()))
         if not (folder / "config.json").exists():
             return given
         check_resumed(folder, resume)
@@ -161,6 +166,23 @@ def export_packed(run: str | Path, folder: Path, bits: int) -> None:
     model, task, _ = load(run, "cpu")
     about = read_sealed(model_folder(run) / "experiment.json")
     export(folder, model, Experiment.from_dict(about["experiment"]), task, None, bits)
+    copy_license(run, folder)
+
+
+def copy_license(run: str | Path, folder: Path) -> None:
+    """Puts the licence of a model's weights beside a copy of them, if it has one."""
+    if (found := model_folder(run) / LICENSE).exists():
+        shutil.copy(found, folder)
+
+
+def boxed() -> list[str]:
+    """The names of the models in the box."""
+    return sorted(path.parent.name for path in BOX.glob("*/experiment.json"))
+
+
+def named(run: str | Path) -> Path:
+    """The folder of a run or, where nothing has that name, of the model in the box."""
+    return BOX / run if str(run) in boxed() and not Path(run).exists() else Path(run)
 
 
 def inner_folder(run: Path) -> Path:
@@ -170,9 +192,10 @@ def inner_folder(run: Path) -> Path:
 
 def model_folder(run: str | Path) -> Path:
     """The folder of a run's model; refuses one that lacks a model with its task."""
-    folder = Path(run)
+    folder = named(run)
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist: give the folder of a run.")
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {what}: give the folder of a run, or {', '.join(boxed())}.")
     inner = inner_folder(folder)
     if not (inner / "experiment.json").exists():
         begun, model = (folder / "config.json").exists(), (inner / WEIGHTS).exists()

@@ -187,7 +187,9 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         prepare(folder_of_pictures(tmp_path / "p"), tmp_path / "s", size=8, workers=-1)
 
 
-def test_images_are_trained_evaluated_drawn_and_completed(tmp_path: Path) -> None:
+def test_images_are_trained_evaluated_drawn_and_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = folder_of_pictures(tmp_path / "a", 12)
     folder = str(tmp_path / "run")
     run("prepare", "image", str(source), "--out", str(tmp_path / "s"), "--size", "8", "--validation", "0.2")
@@ -222,4 +224,7 @@ def test_images_are_trained_evaluated_drawn_and_completed(tmp_path: Path) -> Non
     assert (
         run("generate", folder, *options, "--overwrite").returncode == 0
     )  # no row of it: as without a picture
-    assert run("generate", folder).returncode == 2  # no text: where to?
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.png", "run-2.png"):  # no text, so a new file
+        assert run("generate", folder).stdout == f"{name}\n"
+        assert Path(name).exists()

@@ -117,13 +117,14 @@ def test_the_wheel_imports_from_a_clean_folder(tmp_path: Path) -> None:
     code = (
         f"import perceiver_ar, torch; assert perceiver_ar.__file__.startswith({str(site)!r});"
         "model = perceiver_ar.build(perceiver_ar.ModelConfig(9, 8, 4, channels=16, heads=2, layers=1));"
-        "print(tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape))"
+        "print(tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape));"
+        "from perceiver_ar.run import load; print(type(load('piano', 'cpu')[0]).__name__)"
     )
     python = tmp_path / "env/bin/python"
     result = subprocess.run(
         [python, "-I", "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path
     )
-    assert result.stdout == "(1, 4, 9)\n"
+    assert result.stdout == "(1, 4, 9)\nPerceiverAR\n"
 
 
 def blocks(language: str) -> list[str]:

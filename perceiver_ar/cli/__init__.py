@@ -38,6 +38,8 @@ OWN = {"prepare", "train", "plan"}
 
 def main() -> None:
     """Runs a command; a user's mistake ends with one sentence and status 2."""
+    # Before torch is imported: its threads spin while they wait, which takes a CPU from all else on it.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"perceiver-ar {__version__}")

@@ -9,7 +9,9 @@ import tyro
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="Print the result as one JSON object.")]
 Run = Annotated[
-    Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Folder of a run, or of a model alone.")
+    Path,
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="RUN", help="Folder of a run or model; or piano, a model in the box."),
 ]
 Device = Annotated[str, tyro.conf.arg(help="Where to compute: auto, cpu, cuda, cuda:1, mps ...")]
 

@@ -33,15 +33,14 @@ def generate(
     """Generate samples from a model; under torchrun, the processes share the samples.
 
     Args:
-        run: Folder of a run, or of a model alone.
+        run: Folder of a run, or of a model alone; or piano, a model that comes with this package.
         prompt: What to continue: text, ids, or hexadecimal bytes for the copy task. Default: start from
             nothing; the copy task starts from random bytes.
         prompt_file: File to continue: text, ids, a picture, MIDI or a recording.
         keep: How much of that file to keep: tokens of text, seconds of music or audio, rows of a picture.
             Default: all; half of a picture.
-        tokens: Maximum number of tokens. Default: 500 for text and ids, 1,024 for music, 5 seconds of audio,
-            the rest of an image or a copy.
-        seconds: Generate this many seconds of music or audio.
+        tokens: Maximum number of tokens. Default: 500 for text and ids, the rest of an image or a copy.
+        seconds: Generate this many seconds of music or audio. Default: 20 of music, 5 of audio.
         samples: Number of samples to generate side by side.
         temperature: Below 1 favours likely tokens; 0 always takes the likeliest.
         top_k: Sample from the k likeliest tokens only.
@@ -52,7 +51,8 @@ def generate(
         seed: Seed of the random numbers.
         int8: Keep the weights of the blocks in 8 bits: less memory, and faster on a CPU.
         out: File to write; several samples are numbered. For music, a name without a suffix writes .mid, .wav
-            and .png.
+            and .png. Default: text is printed; all else is written to a file named after the run, a
+            new one unless --overwrite is given.
         overwrite: Overwrite existing files.
     """
     from perceiver_ar.device import best_dtype
@@ -80,6 +80,7 @@ def generate(
     )
     settings = {
         "overwrite": overwrite,
+        "name": run.resolve().name,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -99,7 +100,9 @@ def generate(
 
 def playground(
     runs: Annotated[
-        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help="Folders of runs.")
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN ...", help="Folders of runs; or piano."),
     ],
     host: str = "127.0.0.1",
     port: int | None = None,

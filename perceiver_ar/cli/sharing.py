@@ -11,14 +11,15 @@ from perceiver_ar.cli.arguments import Run
 def export(
     run: Run,
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
-    license: str = "unknown",
+    license: str | None = None,
 ) -> None:
     """Export a model for transformers, with its tokenizer, code and a model card.
 
     Args:
-        run: Folder of a run, or of a model alone.
+        run: Folder of a run, or of a model alone; or piano, a model that comes with this package.
         folder: New folder to write.
-        license: Licence of the weights that the model card states, such as apache-2.0.
+        license: Licence of the weights that the model card states, such as apache-2.0. Default: that of a
+            model in the box, otherwise unknown.
     """
     from perceiver_ar.interop.export import export
 
@@ -34,7 +35,7 @@ def pack(
     """Write a smaller copy of a model, with few bits per weight, that every command can read.
 
     Args:
-        run: Folder of a run, or of a model alone.
+        run: Folder of a run, or of a model alone; or piano, a model that comes with this package.
         folder: New folder to write.
         bits: Bits per weight, from 2 to 8. `evaluate FOLDER --data STORE` measures what they cost.
     """

@@ -12,7 +12,7 @@ from perceiver_ar.extras import need
 from perceiver_ar.metrics import whole_lines
 from perceiver_ar.model import PerceiverAR
 from perceiver_ar.pretrained import WEIGHTS
-from perceiver_ar.run import load, model_folder
+from perceiver_ar.run import LICENSE, copy_license, load, model_folder
 from perceiver_ar.sealed import file_digest, read_sealed, write_sealed
 from perceiver_ar.tasks.base import Task
 from perceiver_ar.tasks.text import TextTask
@@ -21,7 +21,7 @@ CAUSAL_LM, TOKENIZER = "perceiver_ar.interop.causal_lm", "perceiver_ar.interop.t
 PIPELINES = {"text": "text-generation", "image": "unconditional-image-generation"}
 
 
-def export(run: Path, out: Path, license: str = "unknown") -> None:
+def export(run: Path, out: Path, license: str | None = None) -> None:
     """Writes weights, config, tokenizer, code and a model card; the task's files, too, so that our
     commands read the folder like a run."""
     need("transformers", "hf")
@@ -50,7 +50,8 @@ def export(run: Path, out: Path, license: str = "unknown") -> None:
             _write_tokenizer(task, model.config.context, beside)
         for name, source in code([CAUSAL_LM, TOKENIZER]).items():
             (beside / name).write_text(source)
-        (beside / "README.md").write_text(card(run, model, task, license))
+        copy_license(run, beside)
+        (beside / "README.md").write_text(card(run, model, task, license or stated_license(run)))
 
     write_folder(out, write)
 
@@ -104,6 +105,16 @@ def _beside(source: str) -> str:
             + [f"from .{name} import __name__ as _{name}  # noqa" for name in found[1].split(", ")]
         ),
         source,
+    )
+
+
+def stated_license(run: Path) -> str:
+    """The licence that the card of a model with a licence states, and unknown for all others."""
+    from huggingface_hub import ModelCard
+
+    folder = model_folder(run)
+    return (
+        str(ModelCard.load(folder / "README.md").data.license) if (folder / LICENSE).exists() else "unknown"
     )
 
 

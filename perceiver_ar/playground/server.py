@@ -61,7 +61,7 @@ def serve(
                 auth_message=None if password is None else "Any name, and the password.",
                 inbrowser=browser,
                 max_file_size=LARGEST,
-                blocked_paths=[str(run.resolve()) for run in runs],
+                blocked_paths=[str(one.run.resolve()) for one in shown],
                 quiet=True,
                 footer_links=[],
                 ssr_mode=False,

@@ -8,7 +8,7 @@ from perceiver_ar import tasks
 from perceiver_ar.config import Experiment, ModelConfig
 from perceiver_ar.decoder import Decoder
 from perceiver_ar.device import best_dtype, pick_device
-from perceiver_ar.run import load, model_folder
+from perceiver_ar.run import load, model_folder, named
 from perceiver_ar.sealed import read_sealed
 from perceiver_ar.source import open_source
 from perceiver_ar.tasks.base import Document, Task
@@ -22,10 +22,10 @@ class Shown:
     """A run, finished or not."""
 
     def __init__(self, run: Path, device: str) -> None:
-        self.run, self.device = run, pick_device(device)
-        self.name = run.absolute().name
-        begun = run / "config.json"
-        about = begun if (run / "metrics.jsonl").exists() else model_folder(run) / "experiment.json"
+        self.run, self.device = named(run), pick_device(device)
+        self.name = self.run.absolute().name
+        begun = self.run / "config.json"
+        about = begun if (self.run / "metrics.jsonl").exists() else model_folder(run) / "experiment.json"
         self.experiment = Experiment.from_dict(read_sealed(about)["experiment"])
         self._held: tuple[int, Decoder, Task, Document | None] | None = None
 

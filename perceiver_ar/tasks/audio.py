@@ -38,6 +38,7 @@ class AudioTask(Task):
     """Codes of a codec after a BOS, frame by frame; each level has its own slice of the vocabulary."""
 
     name: ClassVar[str] = "audio"
+    suffix: ClassVar[str] = ".wav"
 
     levels: int = 16
     """Codes per frame; taken from the store, like all of these."""

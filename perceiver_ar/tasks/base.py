@@ -32,6 +32,10 @@ class Task(Config):
     """Whether the share of tokens that are predicted right is worth reporting."""
     synthetic: ClassVar[bool] = False
     """Whether it makes its own tokens; others read them from a store."""
+    lasting: ClassVar[float | None] = None
+    """Seconds to generate where neither tokens nor seconds are asked for; None: tokens, see `count`."""
+    suffix: ClassVar[str] = ""
+    """Suffix of the file that is written where none is named, by tasks whose tokens are no text."""
     reported_by: ClassVar[str] = "position"
     """What its losses are reported by; see `along`."""
 

@@ -35,6 +35,7 @@ class ImageTask(Task):
     """The bytes of square RGB images, after a BOS."""
 
     name: ClassVar[str] = "image"
+    suffix: ClassVar[str] = ".png"
 
     size: int = 64
     """Width and height in pixels; taken from the store."""

@@ -27,6 +27,7 @@ class MusicTask(Task):
     """Performance events after a BOS."""
 
     name: ClassVar[str] = "music"
+    lasting: ClassVar[float | None] = 20.0
 
     transpose: int = 0
     """In training, transpose pieces at random by up to this many semitones up or down."""
@@ -63,9 +64,6 @@ class MusicTask(Task):
             events = events[steps <= keep * STEPS]
         return _stored(events)
 
-    def count(self, prompt: Tokens) -> int:
-        return 1024
-
     def count_for(self, seconds: float) -> int:
         """More tokens than any music has, so that what never lets time pass comes to an end."""
         return math.ceil(400 * seconds)
@@ -79,6 +77,8 @@ class MusicTask(Task):
             raise ValueError(
                 f"music is written to {', '.join(WRITERS)}, or without any of these to three, not to {path}."
             )
+        for module in ("symusic", "pretty_midi", "PIL.Image"):  # better to fail now than after composing
+            need(module, "music")
 
     def files_of(self, path: Path) -> list[Path]:
         """The file itself; without a suffix three, to be played, heard and seen."""
