@@ -1,8 +1,8 @@
 """Attention by bf16 matrix products, for a CPU that has instructions for them.
 
 There it takes half to three quarters of the time of torch's flash attention (benchmarks/RESULTS.md). It
-looks at a few heads and queries at a time, so that their scores stay in the CPU's cache, and computes them anew in the
-backward pass.
+looks at a few heads and queries at a time, so that their scores stay in the CPU's cache, and computes
+them anew in the backward pass.
 
 Letters: R rows (batch x heads), M keys, N queries, H heads, K head width, W keys that can be hidden.
 """
