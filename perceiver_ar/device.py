@@ -54,7 +54,8 @@ def autocast(device: torch.device, precision: Precision = "auto") -> AbstractCon
 def keep_freed_memory() -> bool:
     """From now on glibc reuses what is freed, rather than have the system clear new pages for each tensor.
 
-    Training in bf16 on a CPU is a sixth faster with it (benchmarks/RESULTS.md). Returns whether it can.
+    Where that works, in about half of all processes, training in bf16 on a CPU is a sixth faster
+    (benchmarks/RESULTS.md). Returns whether glibc accepts it.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is None:

@@ -89,6 +89,7 @@ def test_logits_are_ours(settings: dict[str, Any], tmp_path: Path) -> None:
     mask[0, :30] = mask[1, :7] = 0
     for found in (wrapped, loaded):
         assert found(tokens).logits.equal(model(tokens))
+        assert found(tokens[:1]).logits.equal(model(tokens[:1]))
         assert found(tokens, logits_to_keep=3).logits.equal(model(tokens)[:, -3:])
         assert found(tokens, attention_mask=mask).logits.equal(model(tokens, lengths=mask.sum(1)))
     assert PerceiverAR.from_pretrained(tmp_path)(tokens).equal(model(tokens))
@@ -322,9 +323,10 @@ if "{blocked}":
     sys.modules["perceiver_ar"] = None
 else:
     import perceiver_ar.interop.transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 trust = {{"trust_remote_code": True}} if "{blocked}" else {{}}
 model = AutoModelForCausalLM.from_pretrained("{folder}", **trust)
+assert type(AutoModel.from_pretrained("{folder}", **trust)) is type(model)
 tokenizer = AutoTokenizer.from_pretrained("{folder}", **trust)
 ids = tokenizer(["the quick", "Line 12: é"], return_tensors="pt", padding=True)
 torch.save((ids["input_ids"], ids["attention_mask"], model(**ids).logits,
@@ -353,8 +355,8 @@ def test_a_fresh_process_loads_what_was_exported(exported: Path, tmp_path: Path,
 FINE_TUNE = """
 import torch
 import perceiver_ar.interop.transformers
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-model = AutoModelForCausalLM.from_pretrained("{folder}")
+from transformers import AutoModel, Trainer, TrainingArguments
+model = AutoModel.from_pretrained("{folder}")
 torch.manual_seed(0)
 data = [{{"input_ids": row, "labels": row}} for row in torch.randint(3, 259, (8, 40))]
 settings = TrainingArguments(

@@ -35,7 +35,7 @@ def export(run: Path, out: Path, license: str | None = None) -> None:
     wrapped = PerceiverARForCausalLM.of(model)
     wrapped.config.auto_map = {
         "AutoConfig": f"{_flat(CAUSAL_LM)}.PerceiverARConfig",
-        "AutoModelForCausalLM": f"{_flat(CAUSAL_LM)}.PerceiverARForCausalLM",
+        **dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), f"{_flat(CAUSAL_LM)}.PerceiverARForCausalLM"),
     }
     wrapped.generation_config.eos_token_id = wrapped.config.eos_token_id if task.ends else None
 
