@@ -102,6 +102,7 @@ def evaluate(
     stride: int | None = None,
     context: int | None = None,
     batch_size: int | None = None,
+    every: int = 1,
     progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
@@ -109,13 +110,17 @@ def evaluate(
 
     latents and context (the most inputs of a window) default to the model's, stride to half the latents,
     and batch_size to as many windows as LATENTS, INPUTS and LOGITS allow, or to 8 documents in segments.
-    Windows are distributed over the ranks, which all return the same report; progress, called with the
-    number of scored tokens and their total, is called equally often on every rank.
+    With every, only one window in so many is scored, as an estimate. Windows are distributed over the ranks,
+    which all return the same report; progress, called with the number of scored tokens and their total, is
+    called equally often on every rank.
     """
     ranks, totals = ranks or Ranks(), Totals(task)
-    windowing = Windowing.of(model, latents=latents, stride=stride, context=context, batch_size=batch_size)
+    windowing = Windowing.of(
+        model, latents=latents, stride=stride, context=context, batch_size=batch_size, every=every
+    )
     known = isinstance(documents, Documents)
     wanted = documents.targets if known else sum(document.stop - document.first for document in documents)
+    wanted = math.ceil(wanted / every)
     for nats, right, parts in score(model, task, documents, windowing, ranks):
         if parts:
             totals.add(nats, right, [part.places for part in parts])
@@ -126,6 +131,8 @@ def evaluate(
         whole.join(*found)
     if not whole.tokens:
         raise ValueError("there is nothing to evaluate: the documents hold no token that is scored.")
+    if every > 1:  # what the store counted is of the whole
+        return whole.report({}) | task.reach(windowing.context) | {"every": every}
     return whole.report(getattr(documents, "counts", {})) | task.reach(windowing.context)
 
 
@@ -139,6 +146,8 @@ class Windowing:
     batch_size: int
     reads_on: bool
     """Read documents in consecutive segments with memory: Transformer-XL without stride and context."""
+    every: int = 1
+    """Score one window in so many."""
 
     @classmethod
     def of(
@@ -149,10 +158,11 @@ class Windowing:
         stride: int | None = None,
         context: int | None = None,
         batch_size: int | None = None,
+        every: int = 1,
     ) -> Self:
         """The settings as given, checked against the model, with the defaults of `evaluate`."""
         config: Any = model.config
-        reads_on = isinstance(model, TransformerXL) and stride is context is None
+        reads_on = isinstance(model, TransformerXL) and stride is context is None and every == 1
         latents = config.check_latents(latents)
         if context is not None:  # which may be shorter than the latents
             latents = min(latents, max(1, context))
@@ -167,7 +177,9 @@ class Windowing:
             batch_size = 8 if reads_on else max(1, min(most))
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
-        return cls(latents, stride, context, batch_size, reads_on)
+        if every < 1:
+            raise ValueError(f"every must be at least 1, but is {every}.")
+        return cls(latents, stride, context, batch_size, reads_on, every)
 
 
 def score(
@@ -210,6 +222,7 @@ def _in_windows(
         for number, document in enumerate(documents)
         for window, places in windows(document, windowing.context, windowing.stride)
     )
+    found = islice(found, windowing.every // 2, None, windowing.every)  # from the middle of so many
     for chunk, here in _dealt(found, windowing.batch_size, ranks):
         batch = collate([w for w, _ in here or chunk[:1]], windowing.latents, task).to(device)
         with _quietly(), autocast(device):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from perceiver_ar.evaluation import Documents, Windowing, score, windows
 from perceiver_ar.store import write_store
 from perceiver_ar.tasks.base import Document
 from perceiver_ar.tasks.copy import CopyTask
+from perceiver_ar.tasks.text import TextTask
 from perceiver_ar.tasks.tokens import TokensTask
 from perceiver_ar.windows import Window
 
@@ -157,6 +158,27 @@ def test_every_target_lies_in_exactly_one_window() -> None:
         assert len(window.tokens) <= 65
 
 
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_one_window_in_so_many_is_an_estimate_from_those(every: int) -> None:
+    model, task, told = make(), TokensTask(), list[tuple[int, int]]()
+    whole = score(model, task, documents(), Windowing.of(model, stride=3, batch_size=1))
+    scored = [(float(nats.sum()), len(part.places)) for nats, _, (part,) in whole][every // 2 :: every]
+    report = evaluate(model, task, documents(), stride=3, every=every, progress=lambda *now: told.append(now))
+    assert report["tokens"] == sum(count for _, count in scored)
+    assert report["nats"] * report["tokens"] == pytest.approx(sum(nats for nats, _ in scored), rel=1e-5)
+    assert report.get("every", 1) == every
+    assert all(done <= wanted for done, wanted in told)
+
+
+def test_an_estimate_says_nothing_that_needs_the_counts_of_all() -> None:
+    class Counted(list[Document]):
+        counts: ClassVar = {"bytes": 100}
+
+    found = Counted(documents())
+    assert "bits_per_byte" in evaluate(make(), TextTask(), found)
+    assert "bits_per_byte" not in evaluate(make(), TextTask(), found, every=2)
+
+
 def test_losses_by_position_add_up() -> None:
     model = PerceiverAR(ModelConfig(V, 64, 32, channels=16, heads=2, layers=1))
     document = Document(np.random.default_rng(0).integers(0, V, size=3000), 1, 3000)
@@ -196,6 +218,7 @@ def test_copies_are_reported_by_distance() -> None:
         ({"stride": 7}, "stride must be from 1 to the 6 latents, but is 7"),
         ({"latents": 13}, "latents must be from 1 to 12, but is 13"),
         ({"latents": 0}, "latents must be from 1 to 12, but is 0"),
+        ({"every": 0}, "every must be at least 1, but is 0"),
     ],
 )
 def test_impossible_choices_are_refused(choice: dict[str, int], sentence: str) -> None:

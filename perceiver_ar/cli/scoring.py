@@ -16,6 +16,7 @@ def evaluate(
     stride: int | None = None,
     context: int | None = None,
     batch_size: int | None = None,
+    every: int = 1,
     data: Path | None = None,
     plot: Path | None = None,
     compile: bool = False,
@@ -34,6 +35,7 @@ def evaluate(
         context: Maximum number of inputs per window. Default: the model's context.
         batch_size: Windows per batch. Default: within 16,384 latents, a million inputs and 1 GiB of logits;
             8 documents for Transformer-XL in segments.
+        every: Score only one window in so many, evenly spread: an estimate, where all would take too long.
         data: Token store to evaluate on. Default: the one that the run was trained on.
         plot: Write a plot of the loss by position in the document (of copies, by distance) to this file.
         compile: Compile each block: faster on a GPU, after about a minute of compiling.
@@ -76,6 +78,7 @@ def evaluate(
             stride=stride,
             context=context,
             batch_size=batch_size,
+            every=every,
             progress=going_on,
             ranks=ranks,
         )
