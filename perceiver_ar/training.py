@@ -250,10 +250,11 @@ def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
     """Accumulates gradients over micro-batches; returns this rank's summed nats and, if counted, hits."""
     config, device = job.config, job.device
     scored, rows = int((batch.targets >= 0).sum()), run.others.rows(len(batch))
+    together = run.micro * (len(batch) // config.batch_size)  # of short sequences, a batch may have more
     sums: list[list[Tensor]] = []
-    for start in range(rows.start, rows.stop, run.micro):
+    for start in range(rows.start, rows.stop, together):
         job.go_on(run.step)
-        stop = min(start + run.micro, rows.stop)
+        stop = min(start + together, rows.stop)
         part = batch.rows(start, stop).to(device)
         with alone(run.spread, stop < rows.stop):
             with autocast(device, config.precision):

@@ -34,6 +34,7 @@ from perceiver_ar.optim import begin_state, learning_rate
 from perceiver_ar.run import kept_from_others
 from perceiver_ar.sealed import Damaged, file_digest, read_sealed, write_sealed
 from perceiver_ar.source import open_source
+from perceiver_ar.special import BOS, EOS
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.copy import CopyTask
 from perceiver_ar.tasks.tokens import TokensTask, prepare
@@ -140,11 +141,13 @@ def test_a_deterministic_run_on_a_gpu_is_resumed_bit_for_bit(tmp_path: Path) -> 
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
-def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("short", [{}, {"centred": True, "first_half": 2}])
+def test_micro_batches_change_nothing_but_rounding(short: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for size in (None, 3, 1):
         experiment = small(micro_batch_size=size)
-        experiment = replace(experiment, model=replace(experiment.model, cross_dropout=0.0))
+        model = replace(experiment.model, cross_dropout=0.0)
+        experiment = replace(experiment, model=model, options=experiment.options | short)
         train(experiment, out=tmp_path / str(size), show=False)
         found.append(losses(tmp_path / str(size)))
     assert found[1] == pytest.approx(found[0], abs=1e-4)
@@ -807,7 +810,20 @@ def test_windows_grow_to_the_whole_whatever_its_length() -> None:
     while examples.learned(0.0):
         pass
     assert examples.half == 50
-    assert examples.windows(0, 0, 1, 64)[0].tokens[0] == 2  # BOS
+
+
+def test_windows_of_every_size_are_sequences_of_their_own_with_as_many_targets() -> None:
+    examples = CopyTask(length=100, centred=True).examples()
+    for half, count in ((8, 12), (16, 6), (32, 3), (50, 3)):
+        assert examples.half == half
+        windows = examples.windows(0, 0, 3, 32)
+        assert len(windows) == count
+        for window in windows:
+            assert (window.tokens[0], window.offset, window.scored) == (BOS, 50 - half, min(half, 32))
+            scored = window.tokens[half:]
+            copied = np.append(window.tokens[1:half][::-1], EOS)[: len(scored)]
+            assert np.array_equal(scored, copied)
+        examples.learned(0.0)
 
 
 def test_crops_show_every_target_about_as_often() -> None:

@@ -94,7 +94,7 @@ class CopyTask(Task):
             raise ValueError(f"the copy task has no split '{split}'; it has validation.")
         half = self.length // 2
         return [
-            Document(mirrored(generator(VALIDATION_SEED, index), half, whole=True), half, self.length)
+            Document(mirrored(generator(VALIDATION_SEED, index), half), half, self.length)
             for index in range(self.sequences)
         ]
 
@@ -113,7 +113,7 @@ class CopyTask(Task):
     def start(self, seed: int) -> Tokens:
         """The first half of a sequence that was not trained on."""
         half = self.length // 2
-        return mirrored(generator(seed, VALIDATION_SEED), half, whole=True)[:half]
+        return mirrored(generator(seed, VALIDATION_SEED), half)[:half]
 
     def count(self, prompt: Tokens) -> int:
         return self.length - len(prompt)
@@ -137,12 +137,11 @@ def _word(token: int) -> str:
     return "··" if token < FIRST else f"{token - FIRST:02x}"
 
 
-def mirrored(random: np.random.Generator, half: int, whole: bool) -> Tokens:
-    """So many tokens and their mirror image; a whole sequence begins with BOS and ends with EOS."""
+def mirrored(random: np.random.Generator, half: int) -> Tokens:
+    """A sequence of two halves: BOS and random bytes, then the mirror image of these and EOS."""
     first = random.integers(FIRST, FIRST + 256, size=half)
     tokens = np.concatenate((first, first[::-1]))
-    if whole:
-        tokens[0], tokens[-1] = BOS, EOS
+    tokens[0], tokens[-1] = BOS, EOS
     return tokens
 
 
@@ -154,11 +153,15 @@ class CopyExamples:
         self.half = min(task.first_half, task.length // 2) if task.centred else task.length // 2
 
     def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
-        """The windows of a step; all end at the same place, so that none needs padding."""
+        """The windows of a step; all end at the same place, so that none needs padding.
+
+        While they are shorter than the latents there are more of them, for as many targets.
+        """
         random, middle = generator(seed, step), self.task.length // 2
         scored = min(latents, self.half)
         targets = crop_end(int(random.integers(crop_weight(self.half, scored))), self.half, scored)
-        rows = (mirrored(random, self.half, whole=self.half == middle) for _ in range(size))
+        count = size * (latents // scored)
+        rows = (mirrored(random, self.half) for _ in range(count))
         return [Window(row[: self.half + targets], middle - self.half, scored) for row in rows]
 
     def learned(self, nats: float) -> str | None:
