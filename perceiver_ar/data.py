@@ -61,7 +61,7 @@ def collate(windows: Sequence[Window], latents: int, task: Task) -> Batch:
     for row, w in enumerate(windows):
         first = longest - lengths[row]
         inputs[row, first:] = w.tokens[:-1]
-        places[row, first:] = w.offset + np.arange(lengths[row])
+        places[row, first:] = w.places
         assert 1 <= w.scored <= min(count, lengths[row])
         targets[row, count - w.scored :] = w.tokens[-w.scored :]
     # If all rows cover the same places, positions are computed once for all.

@@ -11,13 +11,20 @@ Tokens = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a document, of which the last ones are predicted."""
+    """Tokens of a document, of which the last ones are predicted."""
 
     tokens: Tokens
     offset: int
     """Place of the first token in the document."""
     scored: int
     """Number of tokens at the end that are scored."""
+    apart: NDArray[np.int64] | None = None
+    """Places of the inputs, if they are not consecutive."""
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Places of the inputs, which are all tokens but the last."""
+        return self.offset + np.arange(len(self.tokens) - 1) if self.apart is None else self.apart
 
 
 class Examples(Protocol):

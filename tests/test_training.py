@@ -27,7 +27,7 @@ import perceiver_ar.keeping as keeping_module
 import perceiver_ar.training as training_module
 from perceiver_ar import Experiment, ModelConfig, PerceiverAR, TrainConfig, presets, train
 from perceiver_ar.checkpoint import checkpoints, named_tensors
-from perceiver_ar.data import Crops
+from perceiver_ar.data import Crops, collate
 from perceiver_ar.distributed import Ranks
 from perceiver_ar.layers import Linear
 from perceiver_ar.optim import begin_state, learning_rate
@@ -824,6 +824,43 @@ def test_windows_of_every_size_are_sequences_of_their_own_with_as_many_targets()
             copied = np.append(window.tokens[1:half][::-1], EOS)[: len(scored)]
             assert np.array_equal(scored, copied)
         examples.learned(0.0)
+
+
+def test_spaced_windows_hold_each_target_at_the_mirrored_place() -> None:
+    task = CopyTask(length=200, digits=5, spaced=20)
+    assert task.base == 3
+    gaps, begun = set(), 0
+    examples = task.examples()
+    for half, scored, rows in ((8, 8, 8), (16, 16, 4), (20, 16, 4)):
+        assert examples.state == {"half": half}
+        for step in range(30):
+            windows = examples.windows(0, step, 4, 16)
+            batch = collate(windows, scored, task)
+            assert batch.targets.shape == (rows, scored)
+            assert batch.lengths is None
+            for window, inputs, targets in zip(windows, batch.inputs, batch.targets, strict=True):
+                places = window.places
+                gaps |= set(np.diff(places[:scored]))
+                first = dict(zip(places[:scored].tolist(), inputs[:scored].tolist(), strict=True))
+                begun += 0 in first
+                copied = [first[200 - 2 - place] for place in places[scored:].tolist()]
+                assert targets.tolist() == [EOS if token == BOS else token for token in copied]
+                assert (BOS in copied) == (0 in first)
+                assert len(set(places.tolist())) == 2 * scored
+                assert 0 <= places[0] <= places[scored - 1] < 99 < places[scored] <= places[-1] < 199
+        digits = task.positions(np.stack([window.places for window in windows]))
+        assert np.array_equal(digits, np.asarray(batch.positions))
+        assert np.array_equal(digits[:, scored:], 2 - digits[:, :scored][:, ::-1])
+        examples.learned(0.0)
+    assert gaps == {1, 3, 9}
+    assert 0 < begun < 300
+    assert examples.learned(0.0) is None
+
+
+@pytest.mark.parametrize("wrong", [{"digits": 0}, {"centred": True}, {"spaced": 1}, {"spaced": 100}])
+def test_spaced_windows_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="spaced places need digits, no centred windows, and must be from 2"):
+        CopyTask(**({"length": 200, "digits": 5, "spaced": 20} | wrong))
 
 
 def test_crops_show_every_target_about_as_often() -> None:

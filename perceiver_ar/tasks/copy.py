@@ -42,6 +42,9 @@ class CopyTask(Task):
     digits: int = 0
     """Write positions as this many digits, for axial positions, so that the digits of a copy mirror those of
     the original. 0: plain positions."""
+    spaced: int = 0
+    """Train on up to this many places and their copies that are a power of the digits' base apart, a random
+    one for each sequence: even short windows then show all digits. 0: on all places between, too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +53,12 @@ class CopyTask(Task):
         if self.first_half < 1 or self.sequences < 1 or not 0 <= self.digits <= 24:
             raise ValueError(
                 "first_half and sequences of a copy task must be at least 1, digits from 0 to 24."
+            )
+
+        if self.spaced and (self.centred or not self.digits or not 2 <= self.spaced < self.length // 2):
+            raise ValueError(
+                "spaced places need digits, no centred windows, and must be from 2 to "
+                f"{self.length // 2 - 1}."
             )
 
     @functools.cached_property
@@ -86,7 +95,7 @@ class CopyTask(Task):
         return np.stack([numbers // self.base**power % self.base for power in range(self.digits)], -1)
 
     def examples(self) -> "CopyExamples":
-        return CopyExamples(self)
+        return SpacedExamples(self) if self.spaced else CopyExamples(self)
 
     def documents(self, split: str) -> list[Document]:
         """The sequences that are evaluated; scored from the middle on."""
@@ -150,7 +159,8 @@ class CopyExamples:
 
     def __init__(self, task: CopyTask) -> None:
         self.task = task
-        self.half = min(task.first_half, task.length // 2) if task.centred else task.length // 2
+        self.most = task.spaced or task.length // 2
+        self.half = min(task.first_half, self.most) if task.centred or task.spaced else self.most
 
     def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
         """The windows of a step; all end at the same place, so that none needs padding.
@@ -166,9 +176,9 @@ class CopyExamples:
 
     def learned(self, nats: float) -> str | None:
         """Doubles the window once a step's loss is low enough."""
-        if nats >= self.task.doubled_below or self.half == self.task.length // 2:
+        if nats >= self.task.doubled_below or self.half == self.most:
             return None
-        self.half = min(2 * self.half, self.task.length // 2)
+        self.half = min(2 * self.half, self.most)
         return f"windows grow to {self.half:,} tokens on each side of the mirror"
 
     @property
@@ -177,3 +187,30 @@ class CopyExamples:
 
     def restore(self, state: dict[str, int]) -> None:
         self.half = state["half"]
+
+
+class SpacedExamples(CopyExamples):
+    """Windows of places that are equally far apart, by a power of the digits' base, and of their copies.
+
+    They are short however long the sequence is, but all digits vary, the lowest and the highest, and keys
+    differ in one of them as they do in the whole sequence.
+    """
+
+    def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
+        random, count = generator(seed, step), min(self.half, latents)
+        return [self._window(random, count) for _ in range(size * (latents // count))]
+
+    def _window(self, random: np.random.Generator, count: int) -> Window:
+        last = self.task.length // 2 - 2  # its copy is predicted from the middle
+        powers = (self.task.base**power for power in range(self.task.digits))
+        gap = int(random.choice([power for power in powers if power * (count - 1) <= last]))
+        highest, over = last - gap * (count - 1), gap * count // 2
+        # Windows that would overhang the half are moved inside, as crops are, so that its ends are seen too.
+        begin = min(max(0, int(random.integers(-over, highest + over + 1))), highest)
+        places = begin + gap * np.arange(count)
+        tokens = random.integers(FIRST, FIRST + 256, size=2 * count + 1)
+        tokens[count + 1 :] = tokens[:count][::-1]
+        if begin == 0:
+            tokens[0], tokens[-1] = BOS, EOS
+        copies = self.task.length - 2 - places[::-1]  # they follow these places
+        return Window(tokens, 0, count, np.concatenate((places, copies)))
