@@ -122,7 +122,7 @@ def _kernel(
     short = q.device.type == "cuda" and _has_flash(q.device) and q.dtype in (torch.bfloat16, torch.float16)
     if short and queries > 1 and flash4.serves(q, k, visible, own):
         return flash4.attend
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and queries > 1 and products.NATIVE:
+    if q.device.type == "cpu" and products.serves(q, k):
         return products.attend
     if visible is None and (queries == 1 or queries == keys):
         return _attend_square

@@ -19,11 +19,18 @@ from torch import Tensor
 QUERIES = 256
 """Queries looked at together: fewer save more of what a causal mask hides, but make narrow products."""
 SCORES = 2**22
-"""Scores computed together."""
+"""Scores computed together, if there are not more of these queries."""
+LONGEST = 2**18
+"""Most keys: of more, the scores of those queries would fill the memory (256 MiB each time they are kept)."""
 
 
 NATIVE = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 """Whether this CPU multiplies bf16 vectors, but has no tiles (AMX): torch has a kernel for those."""
+
+
+def serves(q: Tensor, k: Tensor) -> bool:
+    """Whether this is the fastest way on a CPU."""
+    return NATIVE and q.dtype == torch.bfloat16 and q.shape[2] > 1 and k.shape[2] <= LONGEST
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, own: bool) -> Tensor:

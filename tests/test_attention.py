@@ -122,10 +122,11 @@ def test_products_are_an_operation_as_torch_wants_it() -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_products_serve_bf16_where_a_cpu_has_it(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "NATIVE", native)
-    for dtype, queries in itertools.product((torch.float32, torch.bfloat16), (1, 3, 4)):
-        q, k = (torch.zeros(1, 1, n, 8, dtype=dtype) for n in (queries, 4))
+    monkeypatch.setattr(products, "LONGEST", 7)
+    for dtype, queries, keys in itertools.product((torch.float32, torch.bfloat16), (1, 3, 4), (4, 7, 8)):
+        q, k = (torch.zeros(1, 1, n, 8, dtype=dtype) for n in (queries, keys))
         chosen = attention._kernel(q, k, None, False, None) is products.attend
-        assert chosen is (native and dtype == torch.bfloat16 and queries > 1)
+        assert chosen is (native and dtype == torch.bfloat16 and queries > 1 and keys < 8)
 
 
 @pytest.mark.gpu
