@@ -4,6 +4,7 @@ BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -43,8 +44,8 @@ class CopyTask(Task):
     """Write positions as this many digits, for axial positions, so that the digits of a copy mirror those of
     the original. 0: plain positions."""
     spaced: int = 0
-    """Train on up to this many places and their copies that are a power of the digits' base apart, a random
-    one for each sequence: even short windows then show all digits. 0: on all places between, too."""
+    """Train on windows of up to this many places, near and far, and their copies, which show all digits
+    however long the sequence is. 0: on all places."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +70,16 @@ class CopyTask(Task):
             base += 2
         return base
 
+    @property
+    def shift(self) -> int:
+        """The number that the digits of the first place write."""
+        return (self.base**self.digits - self.length + 1) // 2
+
+    @property
+    def powers(self) -> NDArray[np.int64]:
+        """What a one is worth in each digit."""
+        return self.base ** np.arange(self.digits)
+
     def check(self, model: AnyModelConfig) -> None:
         if self.length > model.context:
             raise ValueError(
@@ -91,8 +102,7 @@ class CopyTask(Task):
         if not self.digits:
             return places[..., None]
         # What is copied to p + 1 has base - 1 less each digit of p.
-        numbers = places + (self.base**self.digits - self.length + 1) // 2
-        return np.stack([numbers // self.base**power % self.base for power in range(self.digits)], -1)
+        return (places[..., None] + self.shift) // self.powers % self.base
 
     def examples(self) -> "CopyExamples":
         return SpacedExamples(self) if self.spaced else CopyExamples(self)
@@ -190,10 +200,11 @@ class CopyExamples:
 
 
 class SpacedExamples(CopyExamples):
-    """Windows of places that are equally far apart, by a power of the digits' base, and of their copies.
+    """Windows of some places of the first half, near and far, and of their copies.
 
-    They are short however long the sequence is, but all digits vary, the lowest and the highest, and keys
-    differ in one of them as they do in the whole sequence.
+    They are short however long the sequence is, but show all digits. Hardest to tell apart are keys that
+    differ in one digit alone. In the whole sequence each has many such keys, and so it has in a window, where
+    only a few digits vary. Places before the sequence serve too, so that the highest digit varies as freely.
     """
 
     def windows(self, seed: int, step: int, size: int, latents: int) -> list[Window]:
@@ -201,16 +212,22 @@ class SpacedExamples(CopyExamples):
         return [self._window(random, count) for _ in range(size * (latents // count))]
 
     def _window(self, random: np.random.Generator, count: int) -> Window:
-        last = self.task.length // 2 - 2  # its copy is predicted from the middle
-        powers = (self.task.base**power for power in range(self.task.digits))
-        gap = int(random.choice([power for power in powers if power * (count - 1) <= last]))
-        highest, over = last - gap * (count - 1), gap * count // 2
-        # Windows that would overhang the half are moved inside, as crops are, so that its ends are seen too.
-        begin = min(max(0, int(random.integers(-over, highest + over + 1))), highest)
-        places = begin + gap * np.arange(count)
+        places = self._places(random, count)
         tokens = random.integers(FIRST, FIRST + 256, size=2 * count + 1)
-        tokens[count + 1 :] = tokens[:count][::-1]
-        if begin == 0:
-            tokens[0], tokens[-1] = BOS, EOS
+        tokens[:count][places == 0] = BOS
+        tokens[count + 1 :] = np.where(places == 0, EOS, tokens[:count])[::-1]
         copies = self.task.length - 2 - places[::-1]  # they follow these places
         return Window(tokens, 0, count, np.concatenate((places, copies)))
+
+    def _places(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """The first place, all that differ from one of them in a few digits alone, and others."""
+        base, powers, shift = self.task.base, self.task.powers, self.task.shift
+        end = shift + self.task.length // 2 - 1
+        anywhere = random.choice(end, size=count, replace=False)
+        few = min(len(powers), int(math.log(count, base)))
+        varied = random.permutation(powers)[:few]
+        kept = anywhere[0] - (anywhere[0] // varied % base) @ varied
+        near = kept + (np.arange(base**few)[:, None] // base ** np.arange(few) % base) @ varied
+        drawn = np.concatenate(([shift], near[near < end], anywhere))
+        _, first = np.unique(drawn, return_index=True)
+        return np.sort(drawn[np.sort(first)[:count]]) - shift
