@@ -24,7 +24,7 @@ from perceiver_ar.distributed import Ranks, joined
 from perceiver_ar.embedding import Scores
 from perceiver_ar.store import Split
 from perceiver_ar.tasks.base import Document, Task
-from perceiver_ar.windows import Tokens, Window
+from perceiver_ar.windows import Tokens, Window, generator
 
 LATENTS, INPUTS, LOGITS = 2**14, 2**20, 2**28
 """The most of each in a batch whose size is not given: enough to keep a GPU busy."""
@@ -162,7 +162,7 @@ class Windowing:
     ) -> Self:
         """The settings as given, checked against the model, with the defaults of `evaluate`."""
         config: Any = model.config
-        reads_on = isinstance(model, TransformerXL) and stride is context is None and every == 1
+        reads_on = isinstance(model, TransformerXL) and stride is context is None
         latents = config.check_latents(latents)
         if context is not None:  # which may be shorter than the latents
             latents = min(latents, max(1, context))
@@ -177,8 +177,10 @@ class Windowing:
             batch_size = 8 if reads_on else max(1, min(most))
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
-        if every < 1:
-            raise ValueError(f"every must be at least 1, but is {every}.")
+        if not 1 <= every <= 10**9:
+            raise ValueError(f"every must be from 1 to a billion, but is {every}.")
+        if reads_on and every > 1:
+            raise ValueError("Transformer-XL reads on from window to window: with every, set a stride.")
         return cls(latents, stride, context, batch_size, reads_on, every)
 
 
@@ -222,8 +224,7 @@ def _in_windows(
         for number, document in enumerate(documents)
         for window, places in windows(document, windowing.context, windowing.stride)
     )
-    found = islice(found, windowing.every // 2, None, windowing.every)  # from the middle of so many
-    for chunk, here in _dealt(found, windowing.batch_size, ranks):
+    for chunk, here in _dealt(_one_in(windowing.every, found), windowing.batch_size, ranks):
         batch = collate([w for w, _ in here or chunk[:1]], windowing.latents, task).to(device)
         with _quietly(), autocast(device):
             scores = model(
@@ -263,6 +264,13 @@ def _in_segments(
                     batch.inputs[:, :1].to(device), batch.targets[:, :1].to(device), None, None
                 )
             yield scores, []
+
+
+def _one_in(every: int, items: Iterator[Item]) -> Iterator[Item]:
+    """One of so many, always the same; drawn, as documents may have as many windows as one another."""
+    random = generator(0, every)
+    while group := list(islice(items, every)):
+        yield group[random.integers(len(group))]
 
 
 def _dealt(items: Iterator[Item], each: int, ranks: Ranks) -> Iterator[tuple[list[Item], list[Item]]]:

@@ -29,7 +29,7 @@ NATIVE = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_su
 
 
 def serves(q: Tensor, k: Tensor) -> bool:
-    """Whether this is the fastest way on a CPU."""
+    """Whether this is the fastest way on this CPU, and there is memory for it."""
     return NATIVE and q.dtype == torch.bfloat16 and q.shape[2] > 1 and k.shape[2] <= LONGEST
 
 

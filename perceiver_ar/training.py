@@ -34,6 +34,9 @@ from perceiver_ar.source import Data, Source, as_stored, open_source, settle
 from perceiver_ar.watch import Watch
 from perceiver_ar.windows import generator
 
+MOST_ROWS = 2**15
+"""Of one call of the model: CUDA's attention takes fewer than twice as many."""
+
 
 def train(
     experiment: Experiment,
@@ -250,7 +253,8 @@ def accumulate(job: Job, run: State, batch: Batch) -> list[Tensor]:
     """Accumulates gradients over micro-batches; returns this rank's summed nats and, if counted, hits."""
     config, device = job.config, job.device
     scored, rows = int((batch.targets >= 0).sum()), run.others.rows(len(batch))
-    together = run.micro * (len(batch) // config.batch_size)  # of short sequences, a batch may have more
+    # Of short sequences, a batch may have more than its size.
+    together = min(run.micro * (len(batch) // config.batch_size), MOST_ROWS)
     sums: list[list[Tensor]] = []
     for start in range(rows.start, rows.stop, together):
         job.go_on(run.step)

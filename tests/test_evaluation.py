@@ -158,16 +158,35 @@ def test_every_target_lies_in_exactly_one_window() -> None:
         assert len(window.tokens) <= 65
 
 
-@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("every", [1, 2, 5, 1000])
 def test_one_window_in_so_many_is_an_estimate_from_those(every: int) -> None:
     model, task, told = make(), TokensTask(), list[tuple[int, int]]()
-    whole = score(model, task, documents(), Windowing.of(model, stride=3, batch_size=1))
-    scored = [(float(nats.sum()), len(part.places)) for nats, _, (part,) in whole][every // 2 :: every]
+
+    def scored(**settings: int) -> list[tuple[int, range, float]]:
+        found = score(model, task, documents(), Windowing.of(model, stride=3, batch_size=1, **settings))
+        return [(*part, float(nats.sum())) for nats, _, (part,) in found]
+
+    whole, some = scored(), scored(every=every)
+    groups = [whole[start : start + every] for start in range(0, len(whole), every)]
+    assert all(one in group for one, group in zip(some, groups, strict=True))
     report = evaluate(model, task, documents(), stride=3, every=every, progress=lambda *now: told.append(now))
-    assert report["tokens"] == sum(count for _, count in scored)
-    assert report["nats"] * report["tokens"] == pytest.approx(sum(nats for nats, _ in scored), rel=1e-5)
+    assert report["tokens"] == sum(len(places) for _, places, _ in some)
+    assert report["nats"] * report["tokens"] == pytest.approx(sum(nats for *_, nats in some), rel=1e-5)
     assert report.get("every", 1) == every
     assert all(done <= wanted for done, wanted in told)
+
+
+def test_an_estimate_is_of_all_places_where_documents_are_equally_long() -> None:
+    model, whole = make(), [Document(np.arange(33) % V, 1, 33) for _ in range(64)]
+    found = score(model, TokensTask(), whole, Windowing.of(model, stride=4, every=8))
+    assert {part.places.start for *_, parts in found for part in parts} == set(range(1, 33, 4))
+
+
+def test_transformer_xl_is_estimated_only_without_its_memory() -> None:
+    xl = TransformerXL(TransformerXLConfig(V, N, memory=N, channels=16, heads=2, layers=2)).eval()
+    with pytest.raises(ValueError, match="reads on from window to window: with every, set a stride"):
+        evaluate(xl, TokensTask(), documents(), every=2)
+    assert evaluate(xl, TokensTask(), documents(), every=2, stride=3)["tokens"] < 88
 
 
 def test_an_estimate_says_nothing_that_needs_the_counts_of_all() -> None:
@@ -218,7 +237,7 @@ def test_copies_are_reported_by_distance() -> None:
         ({"stride": 7}, "stride must be from 1 to the 6 latents, but is 7"),
         ({"latents": 13}, "latents must be from 1 to 12, but is 13"),
         ({"latents": 0}, "latents must be from 1 to 12, but is 0"),
-        ({"every": 0}, "every must be at least 1, but is 0"),
+        ({"every": 0}, "every must be from 1 to a billion, but is 0"),
     ],
 )
 def test_impossible_choices_are_refused(choice: dict[str, int], sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shlex
@@ -137,6 +138,31 @@ def test_the_python_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), {})
+
+
+def test_links_between_documents_lead_to_files_and_headings() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("*/*.md"), *ROOT.glob("perceiver_ar/box/*/README.md")]
+    for page in pages:
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+            path, _, heading = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), (page, link)
+            if heading and target.suffix == ".md":
+                titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert heading in anchors, (page, link)
+
+
+def test_figures_of_results_are_those_of_the_files_that_they_name() -> None:
+    rows = [line for line in (ROOT / "docs/results.md").read_text().splitlines() if ".json)" in line]
+    assert rows
+    for row in rows:
+        (name,) = re.findall(r"\]\(([^)]*\.json)\)", row)
+        found = json.loads((ROOT / "docs" / name).read_text())
+        cells = [cell.strip() for cell in row.split("|")]
+        assert f"{found['tokens']:,}" in cells, row
+        wrong = round(found["tokens"] * (1 - found["accuracy"])) if "accuracy" in found else None
+        assert (f"{found['nats']:.4f}" if wrong is None else f"{wrong:,}") in cells, row
 
 
 def test_the_readme_opens_with_the_two_commands() -> None:

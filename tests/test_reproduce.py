@@ -347,12 +347,12 @@ def of(name: str, *found: tuple[dict[str, Any], dict[str, float | None]]) -> boo
 
 
 def test_copies_and_dropout_show_what_they_should() -> None:
-    for right, shown in ((1.0, True), (0.9999, False)):
+    for wrong, shown in ((0, True), (1, False)):
         assert (
             of(
                 "copy-length",
-                ({"length": 131_072}, {"accuracy": right}),
-                ({"length": 2**20}, {"accuracy": 0.5}),
+                ({"length": 131_072}, {"wrong": wrong}),
+                ({"length": 2**20}, {"wrong": 5}),
             )
             is shown
         )

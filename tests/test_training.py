@@ -142,14 +142,19 @@ def test_a_deterministic_run_on_a_gpu_is_resumed_bit_for_bit(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("short", [{}, {"centred": True, "first_half": 2}])
-def test_micro_batches_change_nothing_but_rounding(short: dict[str, Any], tmp_path: Path) -> None:
-    found = []
-    for size in (None, 3, 1):
+def test_micro_batches_change_nothing_but_rounding(
+    short: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, calls, loss = [], [], training_module.training_loss
+    monkeypatch.setattr(training_module, "training_loss", lambda *args: (calls.append(1), loss(*args))[1])
+    for size, parts in ((None, 1), (3, 2), (1, 4)):
         experiment = small(micro_batch_size=size)
         model = replace(experiment.model, cross_dropout=0.0)
         experiment = replace(experiment, model=model, options=experiment.options | short)
         train(experiment, out=tmp_path / str(size), show=False)
         found.append(losses(tmp_path / str(size)))
+        assert len(calls) == 12 * parts  # of short sequences, too, although there are four times as many
+        calls.clear()
     assert found[1] == pytest.approx(found[0], abs=1e-4)
     assert found[2] == pytest.approx(found[0], abs=1e-4)
 
@@ -827,7 +832,7 @@ def test_windows_of_every_size_are_sequences_of_their_own_with_as_many_targets()
 
 
 def test_spaced_windows_hold_each_target_at_the_mirrored_place() -> None:
-    task, alone = CopyTask(length=200, digits=5, spaced=20), np.zeros(5)
+    task, alone, pairs = CopyTask(length=200, digits=5, spaced=20), np.zeros(5), []
     assert (task.base, task.shift) == (3, 22)
     examples = task.examples()
     for half, scored, rows in ((8, 8, 8), (16, 16, 4), (20, 16, 4)):
@@ -848,18 +853,25 @@ def test_spaced_windows_hold_each_target_at_the_mirrored_place() -> None:
                 digits = task.positions(window.places[:scored])
                 differ = digits[:, None] != digits
                 alone += differ[differ.sum(-1) == 1].sum(0)
+                pairs.append((differ.sum(-1) == 1).sum())
         digits = task.positions(np.stack([window.places for window in windows]))
         assert np.array_equal(digits, np.asarray(batch.positions))
         assert np.array_equal(digits[:, scored:], 2 - digits[:, :scored][:, ::-1])
         examples.learned(0.0)
+    assert np.mean(pairs[-120:]) > 25  # of 36 in a whole grid of two digits; random places have fewer than 15
     assert alone.min() > 0.2 * alone.max()  # pairs of keys that differ in one digit, by that digit
     assert examples.learned(0.0) is None
 
 
 @pytest.mark.parametrize("wrong", [{"digits": 0}, {"centred": True}, {"spaced": 1}, {"spaced": 100}])
 def test_spaced_windows_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"length": 200, "digits": 5, "spaced": 20}
     with pytest.raises(ValueError, match="spaced places need digits, no centred windows, and must be from 2"):
-        CopyTask(**({"length": 200, "digits": 5, "spaced": 20} | wrong))
+        CopyTask(**(right | wrong))
+    with pytest.raises(ValueError, match="6 digits are more than 200 spaced places need: use fewer"):
+        CopyTask(**(right | {"digits": 6}))
+    with pytest.raises(ValueError, match="20 spaced places need as many latents, but there are 16"):
+        CopyTask(**right).check(ModelConfig(259, 200, 16, positions="axial", axes=(3,) * 5))
 
 
 def test_crops_show_every_target_about_as_often() -> None:

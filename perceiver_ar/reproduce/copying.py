@@ -27,7 +27,7 @@ def _copy(
 
 
 def _by_digits(length: int, digits: int, sequences: int) -> Experiment:
-    """A model of 400,000 parameters, whose positions are digits, all learned alike."""
+    """A model of 416,000 parameters, whose positions are digits, all learned alike."""
     model = ModelConfig(
         259,
         length,
@@ -41,12 +41,12 @@ def _by_digits(length: int, digits: int, sequences: int) -> Experiment:
         axes=(3,) * digits,
     )
     train = TrainConfig(
-        steps=2500,
+        steps=8000,
         batch_size=4,
         learning_rate=2e-3,
         warmup_steps=50,
         schedule="cosine",
-        cosine_steps=1000,
+        cosine_steps=2000,
         betas=(0.9, 0.95),
         precision="float32",
         log_every=100,
@@ -69,7 +69,7 @@ def _length(bench: Bench) -> list[Cell]:
     else:
         tiny = _copy(16, 8, 16, 1, TrainConfig(steps=10, batch_size=8, warmup_steps=2))
         chosen = {16: (tiny, {})}
-    paper = {131_072: {"accuracy": 1.0}}
+    paper = {131_072: {"wrong": 0.0}}
     return [
         cell
         for length, (experiment, settings) in chosen.items()
@@ -78,7 +78,7 @@ def _length(bench: Bench) -> list[Cell]:
             experiment,
             NONE,
             bench,
-            ACCURACY | COUNTS,
+            COUNTS,
             [Ask(settings=settings, paper=paper.get(length, {}))],
         )
     ]
@@ -117,7 +117,7 @@ def _targets(bench: Bench) -> list[Cell]:
 
 def _all_copied(rows: list[Row], scale: Scale) -> bool:
     """Whether all is copied, up to the paper's length."""
-    return all(row.found["accuracy"] == 1 for row in rows if float(row.about["length"]) <= 131_072)
+    return all(row.found["wrong"] == 0 for row in rows if float(row.about["length"]) <= 131_072)
 
 
 def _more_targets_converge(rows: list[Row], scale: Scale) -> bool:
@@ -135,11 +135,11 @@ STUDIES = [
         "Random bytes followed by the same bytes in reverse; 12 validation sequences, scored on their second "
         "halves. At `small`, 128 channels and one layer, positions by learned digits of base 3, instead of "
         "sinusoids, trained on windows of up to 1,024 places and their copies (`--task.spaced`). Also 8 and "
-        "64 times the paper's length: one window in 16 of 4 sequences, and one in 128 of a single one. All "
-        "windows score as many tokens as they have latents, 4,096.",
+        "64 times the paper's length: one window in 16 of 4 sequences, and one in 128 of a single one, drawn "
+        "at random. All windows score as many tokens as they have latents, 4,096.",
         _length,
         _all_copied,
-        ("length", "accuracy"),
+        ("length", "wrong"),
     ),
     Study(
         "copy-targets",

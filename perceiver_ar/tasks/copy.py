@@ -4,7 +4,6 @@ BOS, T/2 - 1 bytes, the same in reverse, EOS: T tokens. Only the second half is 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,7 +34,8 @@ class CopyTask(Task):
     centred: bool = False
     """Train by a curriculum: windows centred on the mirror, doubled whenever they are learned."""
     first_half: int = 8
-    """Tokens on each side of the mirror in the first of these windows."""
+    """Tokens on each side of the mirror in the first of these windows, or of spaced ones; short windows are
+    more in number, for as many targets."""
     doubled_below: float = 0.1
     """Loss in nats below which the windows double: with a lower one, more is learned while they are cheap."""
     sequences: int = 12
@@ -61,6 +61,10 @@ class CopyTask(Task):
                 "spaced places need digits, no centred windows, and must be from 2 to "
                 f"{self.length // 2 - 1}."
             )
+        if self.spaced and self.base ** (self.digits - 1) >= self.length:
+            raise ValueError(
+                f"{self.digits} digits are more than {self.length} spaced places need: use fewer."
+            )
 
     @functools.cached_property
     def base(self) -> int:
@@ -85,6 +89,11 @@ class CopyTask(Task):
             raise ValueError(
                 f"a copy of {self.length} tokens is longer than the context of {model.context}: "
                 "set --model.context."
+            )
+        if self.spaced > model.latents:
+            raise ValueError(
+                f"{self.spaced} spaced places need as many latents, but there are {model.latents}: "
+                "set --model.latents or --task.spaced."
             )
         if self.digits and (len(model.axes) != self.digits or min(model.axes) < self.base):
             raise ValueError(
@@ -222,12 +231,12 @@ class SpacedExamples(CopyExamples):
     def _places(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
         """The first place, all that differ from one of them in a few digits alone, and others."""
         base, powers, shift = self.task.base, self.task.powers, self.task.shift
-        end = shift + self.task.length // 2 - 1
+        end = shift + self.task.length // 2 - 1  # the copy of the last place of a half is like any other
         anywhere = random.choice(end, size=count, replace=False)
-        few = min(len(powers), int(math.log(count, base)))
+        few = int((base * powers <= count).sum())
         varied = random.permutation(powers)[:few]
         kept = anywhere[0] - (anywhere[0] // varied % base) @ varied
-        near = kept + (np.arange(base**few)[:, None] // base ** np.arange(few) % base) @ varied
+        near = kept + (np.arange(base**few)[:, None] // powers[:few] % base) @ varied
         drawn = np.concatenate(([shift], near[near < end], anywhere))
         _, first = np.unique(drawn, return_index=True)
         return np.sort(drawn[np.sort(first)[:count]]) - shift
