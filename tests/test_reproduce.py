@@ -498,7 +498,7 @@ def test_the_command_lists_plans_runs_and_reports(
     assert "seed-0" in capsys.readouterr().out
     assert not any(tmp_path.iterdir())
     command(monkeypatch, "copy-length", "--scale", "smoke", "--device", "cpu", "--seeds", "2")
-    assert "| length | accuracy |" in capsys.readouterr().out
+    assert "| length | scored | wrong |" in capsys.readouterr().out
     assert (tmp_path / "reproduction/copy-length-smoke/results.json").exists()
     command(monkeypatch, "--all", "--report")
     assert (
