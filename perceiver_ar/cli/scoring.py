@@ -35,7 +35,8 @@ def evaluate(
         context: Maximum number of inputs per window. Default: the model's context.
         batch_size: Windows per batch. Default: within 16,384 latents, a million inputs and 1 GiB of logits;
             8 documents for Transformer-XL in segments.
-        every: Score only one window in so many, evenly spread: an estimate, where all would take too long.
+        every: Score only one window in so many, drawn at random: an estimate, where all would take too long.
+            Transformer-XL needs a stride with it.
         data: Token store to evaluate on. Default: the one that the run was trained on.
         plot: Write a plot of the loss by position in the document (of copies, by distance) to this file.
         compile: Compile each block: faster on a GPU, after about a minute of compiling.
