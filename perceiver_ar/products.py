@@ -19,7 +19,7 @@ from torch import Tensor
 QUERIES = 256
 """Queries looked at together: fewer save more of what a causal mask hides, but make narrow products."""
 SCORES = 2**22
-"""Scores computed together, if there are not more of these queries."""
+"""Scores computed together, but never less than those of so many queries of a row."""
 LONGEST = 2**18
 """Most keys: of more, the scores of those queries would fill the memory (256 MiB each time they are kept)."""
 

@@ -35,7 +35,7 @@ from perceiver_ar.watch import Watch
 from perceiver_ar.windows import generator
 
 MOST_ROWS = 2**15
-"""Of one call of the model: CUDA's attention takes fewer than twice as many."""
+"""Rows of one call of the model, at most: CUDA's attention takes fewer than twice as many."""
 
 
 def train(

@@ -159,6 +159,26 @@ def test_micro_batches_change_nothing_but_rounding(
     assert found[2] == pytest.approx(found[0], abs=1e-4)
 
 
+def test_no_call_of_the_model_has_more_rows_than_cuda_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = small(steps=2)
+    model = replace(experiment.model, cross_dropout=0.0)
+    options = experiment.options | {"centred": True, "first_half": 2}  # 16 rows
+    experiment, calls, loss = (
+        replace(experiment, model=model, options=options),
+        [],
+        training_module.training_loss,
+    )
+    monkeypatch.setattr(training_module, "training_loss", lambda *args: (calls.append(1), loss(*args))[1])
+    for most, parts in ((2**15, 1), (5, 4)):
+        monkeypatch.setattr(training_module, "MOST_ROWS", most)
+        train(experiment, out=tmp_path / str(most), show=False)
+        assert len(calls) == 2 * parts
+        calls.clear()
+    assert losses(tmp_path / "5") == pytest.approx(losses(tmp_path / str(2**15)), abs=1e-4)
+
+
 def full_gpu(*args: Any) -> None:
     raise torch.OutOfMemoryError
 

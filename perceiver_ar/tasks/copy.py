@@ -55,7 +55,6 @@ class CopyTask(Task):
             raise ValueError(
                 "first_half and sequences of a copy task must be at least 1, digits from 0 to 24."
             )
-
         if self.spaced and (self.centred or not self.digits or not 2 <= self.spaced < self.length // 2):
             raise ValueError(
                 "spaced places need digits, no centred windows, and must be from 2 to "
